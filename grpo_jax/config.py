@@ -6,9 +6,11 @@ the values alone is judged here; what needs the devices or the tokenizer is judg
 
 from __future__ import annotations
 
+import json
 import warnings
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import Any, Literal
 
 
 def _require(ok: bool, name: str, value: object, remedy: str) -> None:
@@ -416,3 +418,32 @@ def _require_divides(part: str, parts: int, whole: str, size: int) -> None:
         raise ValueError(
             f"{part} ({parts}) must divide {whole} ({size}); the nearest that do are {below} and {above}"
         )
+
+
+def config_to_dict(config: Config) -> dict[str, Any]:
+    """The config as nested dictionaries of JSON values."""
+    values: dict[str, Any] = json.loads(json.dumps(asdict(config)))
+    return values
+
+
+def config_from_dict(values: Mapping[str, Any]) -> Config:
+    """The config that :func:`config_to_dict` wrote.
+
+    Raises:
+        ValueError: an unknown field, or a value that the config refuses.
+    """
+    sections = {f.name: f.default_factory for f in fields(Config) if f.default_factory is not MISSING}
+    parts: dict[str, Any] = {}
+    for name, value in values.items():
+        section = sections.get(name)
+        if section is None:
+            parts[name] = value
+            continue
+        known = {f.name for f in fields(section)}  # type: ignore[arg-type]
+        for field_name in value:
+            _require(field_name in known, f"{name}.{field_name}", value[field_name], "a field of the config")
+        # JSON has lists where the config has tuples.
+        parts[name] = section(**{k: tuple(v) if isinstance(v, list) else v for k, v in value.items()})
+    for name in parts:
+        _require(name in {f.name for f in fields(Config)}, name, parts[name], "a field of the config")
+    return Config(**parts)

@@ -1,0 +1,1 @@
+"""Optimizers: the Optax chain built from the configuration."""

@@ -1,0 +1,9 @@
+"""Rewards: functions of completions, and the runner that survives their failures.
+
+One file a family: ``exact`` (the answer as text), ``number`` (the answer as a number), ``format`` (the form).
+"""
+
+from grpo_jax.rewards.base import Reward, RewardFn
+from grpo_jax.rewards.runner import RewardResult, RewardRunner, combine
+
+__all__ = ["Reward", "RewardFn", "RewardResult", "RewardRunner", "combine"]

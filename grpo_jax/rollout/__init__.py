@@ -1,0 +1,1 @@
+"""Rollouts: the compiled engine, sampling, stop strings, and texts in and out of them."""

@@ -1,0 +1,1 @@
+"""Training: the compiled step, the supervised start, and the loop that a run is."""

@@ -1,0 +1,296 @@
+"""A run, from top to bottom: set up, restore, roll out, reward, advantages, update, log, evaluate, save."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from grpo_jax.checkpoint import Checkpointer
+from grpo_jax.config import Config, config_to_dict
+from grpo_jax.console import Console
+from grpo_jax.evaluate import EvalReport, evaluate
+from grpo_jax.metrics import RunLog
+from grpo_jax.tasks.base import Task
+from grpo_jax.train.policy import CHECKPOINT_FOLDER
+from grpo_jax.train.report import CompileCounter, StageClock, StepReport
+from grpo_jax.train.run_folder import Interruption, open_run_folder
+from grpo_jax.train.session import Session, build_policy
+from grpo_jax.train.sft import warm_start
+from grpo_jax.types import TrainState
+
+
+@dataclass(frozen=True)
+class TrainSummary:
+    """How a run ended; evaluations are as ``grpo-jax eval --json`` writes them."""
+
+    workdir: Path
+    step: int
+    interrupted: bool
+    before: dict[str, Any]
+    after: dict[str, Any]
+
+
+@dataclass
+class Progress:
+    """Where a run stands; all that a checkpoint holds beside the configuration."""
+
+    state: TrainState
+    key: jax.Array
+    done: int = 0
+    """Steps that are finished."""
+    before: dict[str, Any] = field(default_factory=dict)
+    """The evaluation before the first step."""
+    after: dict[str, Any] = field(default_factory=dict)
+    """The latest evaluation."""
+
+
+def train(
+    config: Config,
+    *,
+    workdir: Path,
+    fresh: bool = False,
+    task: Task | None = None,
+    experiment_file: Path | None = None,
+) -> TrainSummary:
+    """Train a policy, or go on with it where ``workdir`` holds a checkpoint of this run.
+
+    Args:
+        config: the run's configuration.
+        workdir: the run's folder.
+        fresh: start over, and set an earlier run in ``workdir`` aside.
+        task: replaces the task that the configuration names.
+        experiment_file: remembered in the run's folder.
+
+    Raises:
+        ValueError: the configuration fits neither the run in ``workdir``, the devices, the model nor the task.
+        CheckpointError: a checkpoint could not be written or read.
+        FloatingPointError: gradients stayed NaN or infinite; the last checkpoint is intact.
+    """
+    is_first = jax.process_index() == 0
+    compiled = CompileCounter()
+    with Console(every=config.log.every, enabled=is_first) as console, Interruption() as interruption:
+        # ------------------------------------------------------------------------------------ set up
+        console.stage(f"{config.experiment}: set up")
+        moved = open_run_folder(workdir, config, fresh=fresh, experiment_file=experiment_file)
+        if moved is not None:
+            console.message(f"the earlier run is now {moved}")
+        session = Session(build_policy(config, task))
+        announce(session, workdir, console)
+        checkpoints = Checkpointer(
+            workdir / CHECKPOINT_FOLDER, keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best
+        )
+        with contextlib.closing(checkpoints):
+            # -------------------------------------------------------------------- restore, or start
+            new = checkpoints.latest_step() is None
+            if new:
+                progress = begin(session, console, interruption)
+                save(progress, session, checkpoints, heldout=None)
+            else:
+                progress = resume(session, checkpoints)
+                console.message(f"going on from the checkpoint of step {progress.done}")
+            # ------------------------------------------------------------------------------- train
+            with RunLog(workdir, resume_step=None if new else progress.done, enabled=is_first) as log:
+                run_steps(progress, session, checkpoints, log, console, interruption, compiled)
+        interrupted = progress.done < config.train.steps
+        conclude(progress, config, workdir, console)
+    return TrainSummary(workdir, progress.done, interrupted, progress.before, progress.after)
+
+
+def run_steps(
+    progress: Progress,
+    session: Session,
+    checkpoints: Checkpointer,
+    log: RunLog,
+    console: Console,
+    interruption: Interruption,
+    compiled: CompileCounter,
+) -> None:
+    """The steps that are left; each rollout is dispatched before the last update's metrics are read."""
+    config, clock = session.config, StageClock()
+    pending: StepReport | None = None
+    if progress.done < config.train.steps:
+        console.stage("GRPO")
+        console.start(config.train.steps, progress.done)
+    while progress.done < config.train.steps:
+        step = progress.done + 1
+        # ---------------------------------------------------------------------------------- roll out
+        examples = next(session.prompts)
+        rollout = session.roll_out(progress.state.params, examples, jax.random.fold_in(progress.key, step))
+        if pending is not None:
+            pending.wait(clock, config.optimizer.max_nonfinite)
+            pending.write(log, console, config, compiled.count, heldout=None)
+        completions = session.policy.sampler.to_host(rollout)
+        seconds = {"Rollout": clock.lap()}
+        # ------------------------------------------------------------------------------------ reward
+        rewards = session.reward(examples, completions)
+        correct_PG = session.judge(examples, completions)
+        seconds["Reward"] = clock.lap()
+        # -------------------------------------------------------------------------------- advantages
+        batch, rewards_PG, batch_metrics = session.make_batch(rollout, rewards, correct_PG, step)
+        batch = session.add_logps(batch, progress.state)
+        seconds["Score"] = clock.lap()
+        # ------------------------------------------------------------------------------------ update
+        progress.state, step_metrics = session.update(progress.state, batch)
+        progress.done = step
+        # --------------------------------------------------------------------------------------- log
+        pending = StepReport(
+            step=step,
+            examples=examples,
+            completions=completions,
+            rewards=rewards,
+            rewards_PG=rewards_PG,
+            advantages_PG=session.to_host(batch.advantages_PG),
+            reward_names=session.reward_names,
+            batch_metrics=batch_metrics,
+            step_metrics=step_metrics,
+            learning_rate=session.learning_rate(step),
+            epoch=step * config.rollout.num_prompts / len(session.policy.task.train),
+            seconds=seconds,
+        )
+        # ---------------------------------------------------------------------------- evaluate, save
+        last = step == config.train.steps
+        stop = interruption.agreed()
+        evaluates = last or (config.eval.every > 0 and step % config.eval.every == 0)
+        if evaluates or stop or step % config.checkpoint.every == 0:
+            pending.wait(clock, config.optimizer.max_nonfinite)
+            heldout = measure(progress, session, console, f"step {step}: held-out") if evaluates else None
+            pending.write(log, console, config, compiled.count, heldout)
+            save(progress, session, checkpoints, heldout)
+            pending = None
+            clock.lap()
+        if stop:
+            break
+    console.stop()
+
+
+def begin(session: Session, console: Console, interruption: Interruption) -> Progress:
+    """The supervised start, the state that follows from it, and the first evaluation."""
+    config, policy = session.config, session.policy
+    params = policy.params
+    if config.warm_start.steps > 0:
+        console.stage("supervised start")
+        with console.progress("warm start", config.warm_start.steps) as show:
+
+            def on_step(done: int, loss: float) -> None:
+                show(done, loss=loss)
+                if interruption.asked:
+                    raise KeyboardInterrupt("stopped in the supervised start: there is no checkpoint yet")
+
+            params = warm_start(
+                policy.model, params, policy.tokenizer, policy.task.train, config, policy.mesh, on_step
+            )
+    progress = Progress(state=session.initial_state(params), key=jax.random.key(config.seed))
+    measure(progress, session, console, "held-out problems before GRPO")
+    progress.before = progress.after
+    return progress
+
+
+def resume(session: Session, checkpoints: Checkpointer) -> Progress:
+    """Everything as the last checkpoint has it."""
+    state, host = checkpoints.restore(session.abstract_state())
+    session.prompts.restore(host["prompts"])
+    return Progress(
+        state=state,
+        key=jax.random.wrap_key_data(np.array(host["key"], np.uint32)),
+        done=int(state.step),
+        before=host["before"],
+        after=host["after"],
+    )
+
+
+def save(progress: Progress, session: Session, checkpoints: Checkpointer, heldout: EvalReport | None) -> None:
+    """Write a checkpoint: the state, and the host's values that the next step depends on."""
+    checkpoints.save(
+        progress.done,
+        progress.state,
+        host={
+            "prompts": session.prompts.position(),
+            "key": np.asarray(jax.random.key_data(progress.key)).tolist(),
+            "before": progress.before,
+            "after": progress.after,
+        },
+        config=config_to_dict(session.config),
+        metric=None if heldout is None else heldout.success_rate.value,
+    )
+
+
+def measure(progress: Progress, session: Session, console: Console, label: str) -> EvalReport:
+    """Evaluate the policy on held-out problems, greedily and with samples."""
+    settings = session.config.eval
+    policy = dataclasses.replace(session.policy, params=progress.state.params)
+    problems = policy.task.heldout[: settings.num_problems]
+    with console.progress(label, len(problems)) as show:
+        report = evaluate(
+            policy.generate,
+            policy.task,
+            problems,
+            samples=settings.samples,
+            temperature=settings.temperature,
+            seed=session.config.seed,
+            batch_size=settings.batch_size,
+            on_progress=show,
+        )
+    console.message(
+        f"{label}: {100 * report.success_rate.value:.1f} % of samples right at temperature "
+        f"{settings.temperature:g}, {100 * report.greedy_accuracy.value:.1f} % greedy"
+    )
+    progress.after = report.to_json()
+    return report
+
+
+def announce(session: Session, workdir: Path, console: Console) -> None:
+    """What is about to run, and what its user should know of it."""
+    config, policy = session.config, session.policy
+    count = sum(x.size for x in jax.tree.leaves(policy.params))
+    mesh = " x ".join(f"{name} {size}" for name, size in policy.mesh.shape.items() if size > 1)
+    console.message(
+        f"model: {count / 1e6:.2f} M parameters | devices: {jax.device_count()} {jax.default_backend()}"
+        f"{' (' + mesh + ')' if mesh else ''} | run: {workdir}"
+    )
+    console.message(
+        f"task {policy.task.name}: {len(policy.task.train)} training and {len(policy.task.heldout)} held-out "
+        f"problems | a batch: {config.rollout.num_prompts} prompts x {config.rollout.group_size} completions"
+    )
+    if policy.dropped_prompts:
+        console.warning(
+            f"{policy.dropped_prompts} prompts are longer than rollout.max_prompt_length "
+            f"({config.rollout.max_prompt_length}) and were left out"
+        )
+    if config.rollout.truncates_distribution:
+        corrected = "corrected by" if session.step.corrects_sampler else "NOT corrected by"
+        console.warning(
+            "top-p, top-k or min-p truncate the distribution that is sampled from: samples are off-policy, "
+            f"{corrected} importance weights (objective.importance={config.objective.importance})"
+        )
+
+
+def conclude(progress: Progress, config: Config, workdir: Path, console: Console) -> None:
+    """Accuracy before and after, where the run lies, and what one would type next."""
+    folder = shlex.quote(str(workdir))
+    if progress.done < config.train.steps:
+        console.message(
+            f"stopped after step {progress.done} of {config.train.steps}; everything is saved. "
+            f"The same command with --workdir {folder} goes on."
+        )
+        return
+    names = {"success_rate": "success rate (samples)", "greedy_accuracy": "greedy accuracy"}
+    console.summary(
+        {label: progress.before[name] for name, label in names.items()},
+        {label: progress.after[name] for name, label in names.items()},
+        workdir,
+        [
+            f"grpo-jax eval {folder}",
+            f"grpo-jax sample {folder}",
+            f"tensorboard --logdir {folder}",
+        ],
+    )
+    console.message(
+        f"The run is finished; the same command with --workdir {folder} and a larger --train.steps extends it."
+    )

@@ -1,0 +1,279 @@
+"""All that a run is made of, built from its configuration: mesh, task, model, sampler, compiled functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from grpo_jax.config import Config
+from grpo_jax.data import PromptStream
+from grpo_jax.mesh import (
+    GROUP_AXES,
+    check_batch_fits,
+    host_rows,
+    make_mesh,
+    place_params,
+    shardings,
+    to_host,
+    to_mesh,
+)
+from grpo_jax.models import load_model
+from grpo_jax.models.decoder import Decoder, logical_axes
+from grpo_jax.optim.chain import learning_rate_schedule, make_optimizer
+from grpo_jax.rewards import RewardResult, RewardRunner, combine
+from grpo_jax.rollout.sampler import HostRollout, Sampler, encode_prompt, prompt_text
+from grpo_jax.rollout.sampling import SamplingParams
+from grpo_jax.tasks import make_task
+from grpo_jax.tasks.base import Completion, Example, Task, reward_columns
+from grpo_jax.tokenizer import Tokenizer
+from grpo_jax.train.batch import Metrics, make_batch
+from grpo_jax.train.step import TrainStep
+from grpo_jax.types import Array, Params, Rollout, TrainBatch, TrainState
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A model with the task that it is trained or judged on."""
+
+    config: Config
+    task: Task
+    tokenizer: Tokenizer
+    model: Decoder
+    mesh: Mesh
+    sampler: Sampler
+    params: Params
+    """On the mesh."""
+    dropped_prompts: int
+    """Prompts left out because they are longer than the limit."""
+
+    def generate(
+        self,
+        examples: Sequence[Example],
+        *,
+        num_samples: int,
+        temperature: float,
+        seed: int,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+    ) -> list[list[Completion]]:
+        """Sample completions of some examples; temperature 0 is greedy."""
+        return self.sampler.generate(
+            self.params,
+            examples,
+            num_samples=num_samples,
+            seed=seed,
+            sampling=SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p),
+            batch_size=self.config.eval.batch_size,
+        )
+
+
+def build_policy(config: Config, task: Task | None = None) -> Policy:
+    """Load or initialise the model of a config, with all that sampling from it takes.
+
+    Raises:
+        ValueError: what the config asks for does not fit the devices, the model or the task.
+        FileNotFoundError: a checkpoint or data file is missing.
+    """
+    mesh = make_mesh(config.mesh)
+    check_batch_fits(config, mesh)
+    task = make_task(config) if task is None else task
+    model, params, tokenizer = load_model(config.model, task.tokenizer, seed=config.seed)
+    task, dropped = _with_fitting_prompts(task, tokenizer, config)
+    sampler = Sampler(
+        model,
+        tokenizer,
+        mesh,
+        max_prompt_length=config.rollout.max_prompt_length,
+        max_completion_length=config.rollout.max_completion_length,
+        stop=task.stop,
+    )
+    return Policy(
+        config=config,
+        task=task,
+        tokenizer=tokenizer,
+        model=model,
+        mesh=mesh,
+        sampler=sampler,
+        params=place_params(params, logical_axes(model.config), mesh),
+        dropped_prompts=dropped,
+    )
+
+
+def _with_fitting_prompts(task: Task, tokenizer: Tokenizer, config: Config) -> tuple[Task, int]:
+    """The task without the prompts that are too long, and how many there were.
+
+    Raises:
+        ValueError: there are such prompts and task.long_prompts is "error", or no other prompts.
+    """
+    limit = config.rollout.max_prompt_length
+    dropped, kept = 0, {}
+    for split in ("train", "heldout"):
+        examples: Sequence[Example] = vars(task)[split]
+        lengths = np.array([len(encode_prompt(tokenizer, example)) for example in examples])
+        fits = lengths <= limit
+        if not fits.all() and config.task.long_prompts == "error":
+            raise ValueError(
+                f"{(~fits).sum()} of {len(examples)} {split} prompts of task {task.name!r} are longer than "
+                f"rollout.max_prompt_length ({limit}), the longest has {lengths.max()} tokens: raise the limit, "
+                "or leave them out with task.long_prompts=drop"
+            )
+        if not fits.any():
+            raise ValueError(
+                f"task {task.name!r} has no {split} prompt of at most rollout.max_prompt_length ({limit}) tokens"
+            )
+        dropped += int((~fits).sum())
+        kept[split] = [example for example, fit in zip(examples, fits, strict=True) if fit]
+    return dataclasses.replace(task, **kept), dropped
+
+
+class Session:
+    """A policy in training: its optimizer, compiled functions, prompts and state."""
+
+    def __init__(self, policy: Policy) -> None:
+        config = policy.config
+        self.policy = policy
+        self.config = config
+        self.mesh = policy.mesh
+        self.sampling = SamplingParams(
+            temperature=config.rollout.temperature,
+            top_p=config.rollout.top_p,
+            top_k=config.rollout.top_k,
+            min_p=config.rollout.min_p,
+        )
+        total_updates = config.train.steps * config.train.updates_per_batch
+        self.optimizer = make_optimizer(config.optimizer, total_updates)
+        self.step = TrainStep(policy.model, self.optimizer, config, policy.tokenizer.vocab_size)
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        self.state_shardings = self._state_shardings()
+        self._update = jax.jit(self.step, donate_argnums=0, out_shardings=(self.state_shardings, whole))
+        self._score = jax.jit(self.step.score)
+        self.reward_names = [reward.name for reward in policy.task.rewards]
+        self._make_batch = jax.jit(
+            functools.partial(make_batch, config=config, reward_names=self.reward_names)
+        )
+        self._reward = RewardRunner(policy.task.rewards)
+        self._weights = np.array([reward.weight for reward in policy.task.rewards])
+        self._schedule = learning_rate_schedule(config.optimizer, total_updates)
+        rows = host_rows(config.rollout.num_prompts, self.mesh)
+        size = rows.stop - rows.start
+        self.prompts = PromptStream(
+            policy.task.train,
+            num_prompts=config.rollout.num_prompts,
+            seed=config.seed,
+            process_index=rows.start // size,
+            process_count=config.rollout.num_prompts // size,
+        )
+
+    def _state_shardings(self) -> TrainState:
+        """Optimizer moments lie as their parameters do; what else there is lies whole on every device."""
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        params = shardings(logical_axes(self.policy.model.config), self.mesh)
+        opt_state = optax.tree.map_params(
+            self.optimizer,
+            lambda _, sharding: sharding,
+            jax.eval_shape(self.optimizer.init, self.policy.params),
+            params,
+            transform_non_params=lambda _: whole,
+        )
+        has_reference = self.config.objective.beta > 0
+        return TrainState(
+            params=params, ref_params=params if has_reference else None, opt_state=opt_state, step=whole
+        )
+
+    def initial_state(self, params: Params) -> TrainState:
+        """The state before the first step: fresh moments, and the reference a copy of the policy."""
+
+        def build(params: Params) -> TrainState:
+            return TrainState(
+                params=params,
+                # A copy: the policy's own arrays are donated to the first update.
+                ref_params=jax.tree.map(jnp.copy, params) if self.config.objective.beta > 0 else None,
+                opt_state=self.optimizer.init(params),
+                step=jnp.int32(0),
+            )
+
+        return jax.jit(build, out_shardings=self.state_shardings)(params)
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state, to restore a checkpoint into."""
+        shapes: Any = jax.eval_shape(self.initial_state, self.policy.params)
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            shapes,
+            self.state_shardings,
+        )
+
+    def roll_out(self, params: Params, examples: Sequence[Example], key: Array) -> Rollout:
+        """Sample a group of completions of each of this host's examples."""
+        policy, rollout = self.policy, self.config.rollout
+        return policy.sampler.rollout(
+            params,
+            [encode_prompt(policy.tokenizer, example) for example in examples],
+            key,
+            group_size=rollout.group_size,
+            sampling=self.sampling,
+            num_slots=rollout.num_slots,
+        )
+
+    def reward(self, examples: Sequence[Example], completions: HostRollout) -> RewardResult:
+        """Run the reward functions on this host's completions."""
+        return self._reward(
+            prompts=[prompt_text(example) for example in examples],
+            completions=completions.texts,
+            completion_ids=completions.token_ids,
+            columns=reward_columns(examples),
+        )
+
+    def judge(self, examples: Sequence[Example], completions: HostRollout) -> np.ndarray:
+        """Whether each completion is right, ``[P, G]``."""
+        return np.array(
+            [
+                [self.policy.task.correct(text, example) for text in group]
+                for example, group in zip(examples, completions.texts, strict=True)
+            ]
+        )
+
+    def make_batch(
+        self, rollout: Rollout, rewards: RewardResult, correct_PG: np.ndarray, step: int
+    ) -> tuple[TrainBatch, np.ndarray, Metrics]:
+        """The batch to train on, the combined rewards, and the metrics of both."""
+        rewards_PG = combine(rewards.rewards_PGK, self._weights)
+        with jax.set_mesh(self.mesh):
+            batch, metrics = self._make_batch(
+                rollout,
+                to_mesh(rewards.rewards_PGK.astype(np.float32), GROUP_AXES, self.mesh),
+                to_mesh(rewards_PG.astype(np.float32), GROUP_AXES, self.mesh),
+                to_mesh(correct_PG, GROUP_AXES, self.mesh),
+                jax.random.key(step),
+            )
+        return batch, rewards_PG, metrics
+
+    def add_logps(self, batch: TrainBatch, state: TrainState) -> TrainBatch:
+        """Add the log-probabilities of the reference, and of the policy where it is updated several times."""
+        with jax.set_mesh(self.mesh):
+            old = self._score(state.params, batch) if self.config.train.updates_per_batch > 1 else None
+            ref = None if state.ref_params is None else self._score(state.ref_params, batch)
+        return jax.block_until_ready(batch.replace(old_logps_PGT=old, ref_logps_PGT=ref))
+
+    def update(self, state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
+        """All updates of a batch; ``state`` is donated."""
+        with jax.set_mesh(self.mesh):
+            return self._update(state, batch)
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of the last update of a step (counted from 1)."""
+        return float(self._schedule(step * self.config.train.updates_per_batch - 1))
+
+    def to_host(self, x_PG: Array) -> np.ndarray:
+        """This host's rows of an array of the batch."""
+        return to_host(x_PG, GROUP_AXES, self.mesh)

@@ -1,0 +1,188 @@
+"""The engine against a plain loop over samples and tokens that shares only the drawing of one token."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.rollout.counting_model import CountingModel, numpy_logits
+
+from grpo_jax.config import MeshConfig
+from grpo_jax.mesh import GROUP_AXES, PROMPT_AXES, make_mesh, partition_spec
+from grpo_jax.rollout.engine import EngineConfig, generate
+from grpo_jax.rollout.sampler import pad_left
+from grpo_jax.rollout.sampling import SamplingParams, draw
+from grpo_jax.rollout.stop import stop_table
+from grpo_jax.types import Rollout
+
+V, T, PAD, EOS = 11, 7, 0, (1, 2)
+PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10], [4, 4], [5, 9, 3], [10], [8, 3], [3, 3, 3, 3]]
+KEY = jax.random.key(3)
+TOKEN_BYTES = [b"", b"", b"", b"a", b"b", b"ab", b"ba", b"c", b"ca", b"bc", b"d"]
+
+run = jax.jit(generate, static_argnames=("model", "config"))
+
+
+def head() -> np.ndarray:
+    head_VD = np.random.default_rng(0).normal(size=(V, V + 1)).astype(np.float32)
+    head_VD[list(EOS)] -= 0.3  # completions of all lengths, some truncated
+    return head_VD
+
+
+def engine_config(**changes: object) -> EngineConfig:
+    settings = dict(group_size=4, max_completion_length=T, vocab_size=V - 1, eos_ids=EOS, pad_id=PAD)
+    return EngineConfig(**{**settings, **changes})  # type: ignore[arg-type]
+
+
+def rollout(config: EngineConfig, stop: tuple[str, ...] = (), length: int = 5) -> Rollout:
+    ids, mask = pad_left(PROMPTS, length, PAD)
+    table = stop_table(TOKEN_BYTES, stop)
+    table = None if table is None else jnp.asarray(table)
+    return run(CountingModel(V), jnp.asarray(head()), jnp.asarray(ids), jnp.asarray(mask), KEY, table, config)
+
+
+@functools.cache
+def expected(stop: tuple[str, ...] = ()) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, mask, log-probabilities and finished of a plain loop, group size 4, temperature 1."""
+    shape = (len(PROMPTS), 4, T)
+    tokens, logps, mask = np.zeros(shape, int), np.zeros(shape), np.zeros(shape, bool)
+    finished = np.zeros(shape[:2], bool)
+    for p, prompt in enumerate(PROMPTS):
+        for g in range(4):
+            completion: list[int] = []
+            for t in range(T):
+                logits = numpy_logits(head(), prompt, completion)
+                logits[V - 1 :] = -np.inf
+                key = jax.random.fold_in(jax.random.fold_in(KEY, p * 4 + g), t)
+                token = int(draw(key[None], jnp.asarray(logits, jnp.float32)[None])[0][0])
+                logps[p, g, t] = logits[token] - np.log(np.exp(logits).sum())
+                tokens[p, g, t], mask[p, g, t] = token, True
+                completion.append(token)
+                text = b"".join(TOKEN_BYTES[i] for i in completion).decode()
+                if token in EOS or any(s in text for s in stop):
+                    finished[p, g] = True
+                    break
+    return tokens, mask, logps, finished
+
+
+def check(result: Rollout, stop: tuple[str, ...] = ()) -> None:
+    tokens, mask, logps, finished = expected(stop)
+    assert np.array_equal(result.completion_mask_PGT, mask)
+    assert np.array_equal(result.completion_PGT, np.where(mask, tokens, PAD))
+    assert np.array_equal(result.finished_PG, finished)
+    # float32 against float64 over a handful of additions.
+    np.testing.assert_allclose(result.sampler_logps_PGT, np.where(mask, logps, 0), atol=2e-6)
+
+
+def test_the_reference_has_every_kind_of_completion() -> None:
+    _, mask, _, finished = expected()
+    lengths = mask.sum(axis=-1)
+    assert (lengths == 1).any() and (lengths == T).any() and not finished.all()
+    assert (finished & (lengths == T)).any(), "an EOS at the very last position is finished, not truncated"
+
+
+@pytest.mark.parametrize("num_slots", [None, 32, 16, 8, 4, 2, 1])
+def test_equals_the_plain_loop_for_any_number_of_slots(num_slots: int | None) -> None:
+    check(rollout(engine_config(num_slots=num_slots)))
+
+
+@pytest.mark.parametrize("num_slots", [None, 8, 2])
+def test_stop_strings_end_a_completion_across_token_borders(num_slots: int | None) -> None:
+    stop = ("abc", "dd")
+    assert (expected(stop)[3] & ~np.isin(_last_tokens(*expected(stop)[:2]), EOS)).any()
+    check(rollout(engine_config(num_slots=num_slots), stop), stop)
+
+
+def _last_tokens(tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    return np.take_along_axis(tokens, mask.sum(axis=-1, keepdims=True) - 1, axis=-1)[..., 0]
+
+
+def test_padding_does_not_matter() -> None:
+    check(rollout(engine_config(), length=9))
+
+
+def test_ids_beyond_the_tokenizer_are_never_sampled() -> None:
+    assert np.asarray(rollout(engine_config()).completion_PGT).max() < V - 1
+
+
+@pytest.mark.parametrize(
+    ("mesh_config", "num_slots"),
+    [
+        (MeshConfig(data=4, group=2), None),
+        (MeshConfig(data=2, fsdp=2, group=2), 16),
+        (MeshConfig(data=2, fsdp=2, group=2), 8),
+        (MeshConfig(data=8), 8),
+    ],
+)
+def test_draws_do_not_depend_on_the_mesh(mesh_config: MeshConfig, num_slots: int | None) -> None:
+    mesh = make_mesh(mesh_config)
+    ids, mask = pad_left(PROMPTS, 5, PAD)
+    sharding = jax.NamedSharding(mesh, partition_spec(PROMPT_AXES))
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    with jax.set_mesh(mesh):
+        result = run(
+            CountingModel(V),
+            jnp.asarray(head()),
+            jax.device_put(ids, sharding),
+            jax.device_put(mask, sharding),
+            KEY,
+            None,
+            engine_config(num_slots=num_slots, num_shards=shards),
+        )
+    check(result)
+    if num_slots is None:
+        split = jax.NamedSharding(mesh, partition_spec(GROUP_AXES))
+        assert result.completion_PGT.sharding.is_equivalent_to(split, 3)
+
+
+def test_greedy_takes_the_most_probable_token() -> None:
+    result = rollout(engine_config(sampling=SamplingParams(temperature=0)))
+    for p, prompt in enumerate(PROMPTS):
+        completion = np.asarray(result.completion_PGT[p, 0])[np.asarray(result.completion_mask_PGT[p, 0])]
+        for t, token in enumerate(completion):
+            logits = numpy_logits(head(), prompt, completion[:t].tolist())[: V - 1]
+            assert token == logits.argmax()
+            logp = logits[token] - np.log(np.exp(logits).sum())
+            assert abs(float(result.sampler_logps_PGT[p, 0, t]) - logp) < 2e-6
+    assert (result.completion_PGT == result.completion_PGT[:, :1]).all(), "greedy samples of a group are equal"
+
+
+def test_log_probabilities_are_of_the_distribution_really_sampled_from() -> None:
+    sampling = SamplingParams(temperature=0.7, top_k=4, top_p=0.9, min_p=0.05)
+    result = rollout(engine_config(sampling=sampling))
+    for p, prompt in enumerate(PROMPTS):
+        for g in range(4):
+            completion = np.asarray(result.completion_PGT[p, g])[np.asarray(result.completion_mask_PGT[p, g])]
+            for t, token in enumerate(completion):
+                probs = truncated(numpy_logits(head(), prompt, completion[:t].tolist())[: V - 1])
+                assert probs[token] > 0
+                assert abs(float(result.sampler_logps_PGT[p, g, t]) - np.log(probs[token])) < 5e-6
+
+
+def truncated(logits: np.ndarray) -> np.ndarray:
+    """Temperature 0.7, then the best 4, then the smallest set of 90 %, then 5 % of the best; in float64."""
+    probs = np.exp(logits / 0.7 - (logits / 0.7).max())
+    order = np.argsort(-probs)
+    probs[order[4:]] = 0
+    probs /= probs.sum()
+    before = np.concatenate([[0], np.cumsum(probs[order])[:-1]])
+    probs[order[before >= 0.9]] = 0
+    probs /= probs.sum()
+    probs[probs < 0.05 * probs.max()] = 0
+    return probs / probs.sum()
+
+
+def test_every_draw_of_a_batch_differs() -> None:
+    """Same prompt everywhere and a uniform policy: what differs can only come from the keys."""
+    ids, mask = pad_left([[3]] * 4, 1, PAD)
+    config = engine_config(group_size=16, eos_ids=(V,), vocab_size=V)
+    zeros = jnp.zeros((V, V + 1))
+    result = run(CountingModel(V), zeros, jnp.asarray(ids), jnp.asarray(mask), KEY, None, config)
+    assert len({tuple(row) for row in np.asarray(result.completion_PGT).reshape(64, T).tolist()}) == 64
+    other = run(
+        CountingModel(V), zeros, jnp.asarray(ids), jnp.asarray(mask), jax.random.key(4), None, config
+    )
+    assert not np.array_equal(result.completion_PGT, other.completion_PGT)
