@@ -24,6 +24,7 @@ from grpo_jax.config import Config
 from grpo_jax.console import Console, printable
 
 if TYPE_CHECKING:
+    from grpo_jax.evaluate import EvalReport
     from grpo_jax.tasks.base import Example
     from grpo_jax.train.policy import Policy
 
@@ -44,7 +45,7 @@ examples:
   grpo-jax train experiments/quickstart.py
   grpo-jax train experiments/quickstart.py --workdir runs/a --rollout.group-size 8 --train.steps 50
   grpo-jax eval runs/a --checkpoint best --json runs/a/eval.json
-  grpo-jax sample runs/a --prompt "3 1 2" --samples 4
+  grpo-jax sample runs/a --prompt "482610>" --samples 4
 
 `grpo-jax COMMAND --help` explains every option; `grpo-jax --version` prints the version.
 GRPO_JAX_TRACEBACK=1 shows where an error was raised.
@@ -53,6 +54,7 @@ GRPO_JAX_TRACEBACK=1 shows where an error was raised.
 STOPPED = 1
 USER_ERROR = 2
 INTERRUPTED = 130
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
@@ -70,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] == "--version":
         print(f"grpo-jax {grpo_jax.__version__}")
         return 0
+    # transformers advises to install PyTorch, which nothing here needs.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         with _plain_warnings():
             return _command(arguments[0])(arguments[1:])
@@ -113,7 +117,9 @@ def run_train(arguments: list[str]) -> int:
         )
     config = options.config
     if options.workdir is None and "GRPO_JAX_COORDINATOR" in os.environ:
-        raise ValueError("--workdir must be given where several processes train: all of them share one folder")
+        raise ValueError(
+            "--workdir must be given where several processes train: all of them share one folder"
+        )
     workdir = options.workdir or Path("runs") / f"{config.experiment}-{time.strftime('%Y%m%d-%H%M%S')}"
 
     from grpo_jax.mesh import initialize_distributed
@@ -122,9 +128,7 @@ def run_train(arguments: list[str]) -> int:
     task = experiment.make_task(config)
     from grpo_jax.train.loop import train
 
-    summary = train(
-        config, workdir=workdir, fresh=options.fresh, task=task, experiment_file=experiment.path
-    )
+    summary = train(config, workdir=workdir, fresh=options.fresh, task=task, experiment_file=experiment.path)
     return INTERRUPTED if summary.interrupted else 0
 
 
@@ -134,7 +138,10 @@ def run_eval(arguments: list[str]) -> int:
     policy = _load(options.run, options.checkpoint)
     settings = policy.config.eval
     from grpo_jax.evaluate import evaluate
+    from grpo_jax.train.run_folder import write_beside
 
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
     problems = policy.task.heldout[: options.num_problems]
     with Console() as console, console.progress("evaluation", len(problems)) as show:
         report = evaluate(
@@ -149,7 +156,7 @@ def run_eval(arguments: list[str]) -> int:
         )
     _print_report(report, title=f"{options.run}, checkpoint {options.checkpoint}")
     if options.json is not None:
-        _write_json(options.json, report.to_json())
+        write_beside(options.json, json.dumps(report.to_json(), indent=2) + "\n")
     return 0
 
 
@@ -157,7 +164,7 @@ def run_sample(arguments: list[str]) -> int:
     """``grpo-jax sample``: prints completions of one prompt, or of each line of standard input."""
     options = parse(SampleOptions, arguments, prog="grpo-jax sample")
     policy = _load(options.run, options.checkpoint)
-    prompts = _typed_lines() if options.prompt is None else iter([options.prompt])
+    prompts = _typed_lines(policy) if options.prompt is None else iter([options.prompt])
     for index, prompt in enumerate(prompts):
         try:
             (completions,) = policy.generate(
@@ -196,22 +203,31 @@ def _load(run: Path, checkpoint: str) -> Policy:
     return load_policy(run, checkpoint=checkpoint, task=task)
 
 
+def _some_prompt(policy: Policy) -> str | list[dict[str, str]]:
+    """A prompt of the policy's task, to see how it writes them."""
+    return next(iter(policy.task.heldout or policy.task.train)).prompt
+
+
 def _as_example(text: str, policy: Policy) -> Example:
-    """What was typed, as a prompt of the task's kind: plain text, or a turn after the task's system message."""
+    """What was typed, as the task's kind of prompt: plain text, or a turn after its system message."""
     from grpo_jax.tasks.base import Example
 
-    example = next(iter(policy.task.heldout or policy.task.train), None)
-    if example is None or isinstance(example.prompt, str):
-        return Example(prompt=text, answer="", columns={})
-    system = [message for message in example.prompt[:1] if message["role"] == "system"]
-    return Example(prompt=[*system, {"role": "user", "content": text}], answer="", columns={})
+    model = _some_prompt(policy)
+    if isinstance(model, str):
+        return Example(prompt=text, answer="")
+    system = [message for message in model[:1] if message["role"] == "system"]
+    return Example(prompt=[*system, {"role": "user", "content": text}], answer="")
 
 
-def _typed_lines() -> Iterator[str]:
+def _typed_lines(policy: Policy) -> Iterator[str]:
     """Prompts from standard input, one a line; empty lines are passed over."""
     asks = sys.stdin.isatty()
     if asks:
-        print("One prompt a line; Ctrl-D ends.")
+        prompt = _some_prompt(policy)
+        example = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        print(
+            f"One prompt a line, as the task has them (such as {printable(example, limit=200)}); Ctrl-D ends."
+        )
     while True:
         try:
             line = input("> " if asks else "")
@@ -238,9 +254,29 @@ def _plain_warnings() -> Iterator[None]:
         warnings.formatwarning = original
 
 
-def _write_json(path: Path, content: Any) -> None:
-    """Write beside, then rename: a reader never sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(content, indent=2) + "\n")
-    beside.replace(path)
+def _print_report(report: EvalReport, *, title: str) -> None:
+    """The estimates with their intervals, as a table."""
+    from rich.console import Console as RichConsole
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = {
+        "greedy accuracy": report.greedy_accuracy,
+        "success rate": report.success_rate,
+        **{f"pass@{k}": estimate for k, estimate in report.pass_at.items()},
+        **{f"maj@{k}": estimate for k, estimate in report.maj_at.items()},
+    }
+    table = Table("", title=Text(title), title_justify="left")
+    table.add_column("estimate", justify="right")
+    table.add_column("95 % interval", justify="right")
+    for name, estimate in rows.items():
+        interval = f"{100 * estimate.low:.1f} - {100 * estimate.high:.1f} %"
+        table.add_row(name, f"{100 * estimate.value:.1f} %", interval)
+    console = RichConsole(highlight=False, emoji=False)
+    console.print(table)
+    console.print(
+        f"{report.num_problems} problems, {report.samples} samples each at temperature "
+        f"{report.temperature:g}; {report.mean_length:.1f} tokens a sample, "
+        f"{100 * report.truncated_share:.1f} % cut off",
+        soft_wrap=True,
+    )

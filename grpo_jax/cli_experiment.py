@@ -1,4 +1,4 @@
-"""Loading an experiment file: a Python file with ``get_config()``, and ``get_task(config)`` for a task of its own.
+"""Loading an experiment file: Python with ``get_config()``, and ``get_task(config)`` for a task of its own.
 
 What goes wrong inside the file is reported with the file's own line, not with a traceback through the loader.
 """
@@ -41,8 +41,8 @@ class Experiment:
             return None
         if self.get_task is None:
             raise ValueError(
-                f'{self.path}: task.name is "custom", but the file defines no get_task(config) that returns a '
-                "Task; define it, or choose a task of grpo_jax.tasks.TASKS with --task.name"
+                f'{self.path}: task.name is "custom", but the file defines no get_task(config) that returns '
+                "a Task; define it, or choose a task of grpo_jax.tasks.TASKS with --task.name"
             )
         from grpo_jax.tasks.base import Task
 

@@ -58,7 +58,8 @@ class SampleOptions:
     run: tyro.conf.Positional[Path]
     """The run's folder."""
     prompt: str | None = None
-    """The prompt. None: read prompts from the terminal, one a line, until Ctrl-D."""
+    """The prompt, written as the task writes its own (a conversation: the user's turn). None: read prompts
+    from the terminal, one a line, until Ctrl-D."""
     checkpoint: str = "latest"
     """"latest", "best" (by held-out success rate), or a step."""
     samples: int = 1
@@ -85,7 +86,7 @@ class SampleOptions:
 
 
 def parse(options: type[T], arguments: Sequence[str], *, prog: str, default: T | None = None) -> T:
-    """Read ``options`` from the arguments; an unknown one ends the process with status 2 and the nearest names.
+    """Read ``options`` from the arguments; an unknown one ends the process with status 2.
 
     Raises:
         ValueError: the values together are refused by ``options`` itself.

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import inspect
+import io
 import json
 import re
 import subprocess
 import sys
-import types
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,12 +62,9 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
 
 
 def _stub(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: Any) -> None:
-    module = types.ModuleType(name)
-    vars(module).update(attributes)
-    monkeypatch.setitem(sys.modules, name, module)
-    package, _, attribute = name.rpartition(".")
-    if package in sys.modules:
-        monkeypatch.setattr(sys.modules[package], attribute, module, raising=False)
+    module = importlib.import_module(name)
+    for attribute, value in attributes.items():
+        monkeypatch.setattr(module, attribute, value)
 
 
 def _exit_status(arguments: list[str]) -> int:
@@ -344,3 +342,175 @@ def test_help_and_version_load_no_jax() -> None:
     *_, version, loaded = result.stdout.splitlines()
     assert version == f"grpo-jax {grpo_jax.__version__}"
     assert loaded == "[]"
+
+
+# A run's checkpoint
+
+
+CUSTOM_TASK = """
+
+def get_task(config):
+    from grpo_jax.tasks.base import Example, Task
+    problems = [Example(prompt=f"{n}>", answer=str(n)) for n in range(config.seed)]
+    return Task(name="mine", train=problems, heldout=problems, rewards=(), extract=str,
+                correct=lambda text, example: text == example.answer)
+"""
+
+
+@dataclasses.dataclass
+class Answers:
+    """A policy's stub: it answers each prompt with the prompt's own text, less the last character."""
+
+    config: Config
+    task: Any
+    calls: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def generate(self, examples: Any, **arguments: Any) -> list[list[Any]]:
+        from grpo_jax.tasks.base import Completion
+
+        self.calls.append({"examples": examples, **arguments})
+        if any("bad" in example.prompt for example in examples):
+            raise ValueError("bad prompt")
+        texts = [e.prompt[:-1] if isinstance(e.prompt, str) else e.prompt[-1]["content"] for e in examples]
+        return [[Completion(text, len(text) + 1, True)] * arguments["num_samples"] for text in texts]
+
+
+@dataclasses.dataclass
+class Run:
+    """A run's folder and what was loaded from it."""
+
+    folder: Path
+    config: Config
+    loads: list[dict[str, Any]]
+    policies: list[Answers]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "experiment.py").write_text(EXPERIMENT + CUSTOM_TASK)
+    config = dataclasses.replace(Config(seed=5), task=grpo_jax.config.TaskConfig(name="custom"))
+    run = Run(folder, config, [], [])
+
+    def load_policy(folder: Path, *, checkpoint: str, task: Any) -> Answers:
+        run.loads.append({"folder": folder, "checkpoint": checkpoint, "task": task})
+        run.policies.append(Answers(config, task))
+        return run.policies[-1]
+
+    _stub(monkeypatch, "grpo_jax.train.policy", load_policy=load_policy, read_config=lambda folder: config)
+    return run
+
+
+def test_an_experiments_own_task_reaches_the_loop(tmp_path: Path, trained: Trained) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(EXPERIMENT + CUSTOM_TASK)
+    assert main(["train", str(path), "--seed", "3"]) == 0
+    assert trained.config.task.name == "custom"
+    assert trained.calls[0]["task"].name == "mine"
+    assert len(trained.calls[0]["task"].train) == 3, "the task is made from the overridden config"
+
+
+def test_custom_without_get_task(
+    experiment: Path, trained: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(experiment), "--task.name", "custom"]) == 2
+    assert "defines no get_task(config)" in capsys.readouterr().err
+    assert not trained.calls
+
+
+def test_eval_rebuilds_the_task_and_writes_the_report(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    file = run.folder / "reports" / "eval.json"
+    arguments = ["--checkpoint", "best", "--json", str(file), "--samples", "2", "--num-problems", "4"]
+    assert main(["eval", str(run.folder), *arguments]) == 0
+    (load,) = run.loads
+    assert load["checkpoint"] == "best" and load["task"].name == "mine"
+    report = json.loads(file.read_text())
+    assert report["success_rate"] == report["pass@2"] == report["maj@2"] == 1.0
+    assert report["num_problems"] == 4 and report["samples"] == 2
+    assert [path.name for path in file.parent.iterdir()] == ["eval.json"]
+    text = _words(capsys.readouterr().out)
+    # Wilson's interval of 4 out of 4: 1 / (1 + 1.96^2 / 4) = 51.0 %.
+    assert "greedy accuracy" in text and "100.0 %" in text and "51.0 - 100.0 %" in text
+
+
+def test_eval_takes_what_is_not_given_from_the_run(run: Run) -> None:
+    assert main(["eval", str(run.folder), "--temperature", "0.5", "--seed", "9"]) == 0
+    (policy,) = run.policies
+    sampled = [call for call in policy.calls if call["temperature"] > 0]
+    assert {call["temperature"] for call in sampled} == {0.5}
+    assert {call["num_samples"] for call in sampled} == {run.config.eval.samples}
+
+
+def test_eval_of_one_checkpoint_finds_the_experiment_of_its_run(run: Run) -> None:
+    step = run.folder / "checkpoints" / "30"
+    step.mkdir(parents=True)
+    assert main(["eval", str(step)]) == 0
+    assert run.loads[0]["task"].name == "mine"
+
+
+def test_sample_one_prompt(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--prompt", "41>", "--samples", "2", "--temperature", "0.5", "--top-k", "3", "--seed", "8"]
+    assert main(["sample", str(run.folder), *options]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "--- 1/2: 3 tokens, finished",
+        "41",
+        "--- 2/2: 3 tokens, finished",
+        "41",
+    ]
+    (call,) = run.policies[0].calls
+    del call["examples"]
+    expected = {"num_samples": 2, "temperature": 0.5, "seed": 8, "top_p": 1.0, "top_k": 3, "min_p": 0.0}
+    assert call == expected
+
+
+def test_sample_typed_prompts(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("1>\n\nbad\n\x1b[2J>\n"))
+    assert main(["sample", str(run.folder)]) == 0
+    output = capsys.readouterr()
+    assert output.out.splitlines()[1::2] == ["1", r"\x1b[2J"], "what a model writes cannot steer the terminal"
+    assert "cannot take this prompt: bad prompt" in output.err
+    assert [call["seed"] for call in run.policies[0].calls] == [0, 1, 2]
+
+
+def test_sample_of_a_conversation_keeps_the_system_message(run: Run) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    chat = [system, {"role": "user", "content": "Why?"}]
+    source = (run.folder / "experiment.py").read_text().replace('f"{n}>"', repr(chat))
+    (run.folder / "experiment.py").write_text(source)
+    assert main(["sample", str(run.folder), "--prompt", "How?"]) == 0
+    (example,) = run.policies[0].calls[0]["examples"]
+    assert example.prompt == [system, {"role": "user", "content": "How?"}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["eval", "RUN", "--checkpoint", "newest"], "--checkpoint must be"),
+        (["eval", "RUN", "--samples", "0"], "--samples must be at least 1, got 0"),
+        (["eval", "RUN", "--num-problems", "0"], "--num-problems must be at least 1"),
+        (["sample", "RUN", "--temperature", "-1"], "--temperature must be at least 0, got -1.0"),
+        (["sample", "RUN", "--top-p", "0"], "--top-p must be in (0, 1], got 0.0"),
+        (["sample", "RUN", "--min-p", "1"], "--min-p must be in [0, 1), got 1.0"),
+        (["sample", "RUN", "--prompt", "bad"], "bad prompt"),
+    ],
+)
+def test_wrong_options_of_eval_and_sample(
+    run: Run, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str
+) -> None:
+    assert _exit_status([str(run.folder) if a == "RUN" else a for a in arguments]) == 2
+    error = _words(capsys.readouterr().err)
+    assert expected in error and "Traceback" not in error
+
+
+def test_a_run_that_had_to_stop_exits_1(
+    experiment: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(config: Config, **arguments: Any) -> None:
+        raise FloatingPointError("6 updates in a row")
+
+    _stub(monkeypatch, "grpo_jax.train.loop", train=train)
+    assert main(["train", str(experiment)]) == 1
+    assert "the run was stopped: 6 updates in a row" in capsys.readouterr().err

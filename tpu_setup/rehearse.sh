@@ -10,7 +10,7 @@ usage: tpu_setup/rehearse.sh [OPTIONS] [EXPERIMENT.py [--SECTION.FIELD VALUE ...
   --processes N    processes, each in the place of a host (default: 2)
   --devices K      CPU devices a process (default: 2)
   --steps N        training steps (default: 3)
-  --workdir DIR    the run's folder and the logs process-<id>.log (default: a new temporary folder)
+  --workdir DIR    holds the run (run/) and the logs process-<id>.log (default: a new temporary folder)
   --timeout S      seconds after which processes that still run are ended (default: 600)
   --python PYTHON  an interpreter with grpo_jax's dependencies (default: .venv/bin/python, else python3)
 
@@ -81,7 +81,7 @@ for ((id = 0; id < processes; id++)); do
         GRPO_JAX_COORDINATOR=127.0.0.1:$port \
         GRPO_JAX_NUM_PROCESSES=$processes \
         GRPO_JAX_PROCESS_ID=$id \
-        "$python" -m grpo_jax train "$experiment" "${small[@]}" "$@" --workdir "$workdir" \
+        "$python" -m grpo_jax train "$experiment" "${small[@]}" "$@" --workdir "$workdir/run" \
         >"$workdir/process-$id.log" 2>&1 </dev/null &
     pids+=("$!")
     statuses+=("")

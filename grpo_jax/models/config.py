@@ -60,7 +60,8 @@ class DecoderConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.num_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_heads ({self.num_heads}) must be a positive multiple of num_kv_heads ({self.num_kv_heads})"
+                f"num_heads ({self.num_heads}) must be a positive multiple of num_kv_heads "
+                f"({self.num_kv_heads})"
             )
         if self.head_width % 2:
             raise ValueError(f"head_width must be even for rotary positions, got {self.head_width}")
@@ -103,8 +104,7 @@ class DecoderConfig:
         model_type = config_json.get("model_type")
         if model_type not in SUPPORTED_TYPES:
             raise ValueError(
-                f"config.json: model_type {model_type!r} is not supported; "
-                f"supported: {', '.join(SUPPORTED_TYPES)}"
+                f"model_type {model_type!r} is not supported; supported: {', '.join(SUPPORTED_TYPES)}"
             )
         _refuse_unsupported(config_json, model_type)
         theta, scaling = _read_rope(config_json)
@@ -163,7 +163,7 @@ class DecoderConfig:
 
 def _field(config_json: Mapping[str, Any], name: str) -> Any:
     if config_json.get(name) is None:
-        raise ValueError(f"config.json: field {name!r} is missing; take the file from the model's own release")
+        raise ValueError(f"field {name!r} is missing; take config.json from the model's own release")
     return config_json[name]
 
 
@@ -187,7 +187,7 @@ def _refuse_unsupported(config_json: Mapping[str, Any], model_type: str) -> None
         if is_active:
             value = config_json.get(name, "the family's default")
             raise ValueError(
-                f"config.json: {name}={value!r} is not supported for model_type {model_type!r}; "
+                f"{name}={value!r} is not supported for model_type {model_type!r}; "
                 "use a checkpoint without it (plain full attention, SiLU, unquantized weights)"
             )
 
@@ -198,20 +198,18 @@ def _read_rope(config_json: Mapping[str, Any]) -> tuple[float, RopeScaling | Non
     theta = rope.get("rope_theta", config_json.get("rope_theta", 10_000.0))
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
-            f"config.json: partial_rotary_factor={rope['partial_rotary_factor']!r} is not supported; "
+            f"partial_rotary_factor={rope['partial_rotary_factor']!r} is not supported; "
             "use a checkpoint that rotates whole heads"
         )
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return theta, None
     if kind != "llama3":
-        raise ValueError(
-            f"config.json: rope_scaling type {kind!r} is not supported; supported: default, llama3"
-        )
+        raise ValueError(f"rope_scaling type {kind!r} is not supported; supported: default, llama3")
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     for name in names:
         if name not in rope:
-            raise ValueError(f"config.json: rope_scaling of type 'llama3' lacks {name!r}")
+            raise ValueError(f"rope_scaling of type 'llama3' lacks {name!r}")
     return theta, RopeScaling(
         factor=rope["factor"],
         low_freq_factor=rope["low_freq_factor"],

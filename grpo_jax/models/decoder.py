@@ -9,6 +9,7 @@ Flax NNX declares the parameters and their logical axes; everything else is func
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -79,15 +80,16 @@ def init_params(config: DecoderConfig, key: Array) -> Params:
     """Random float32 parameters: a nested dictionary, the leaves of ``layers`` stacked ``[L, ...]``."""
     # Logical names are no mesh axes: Flax must not try to place arrays by them.
     with nnx.use_eager_sharding(False):
-        _, state = nnx.split(_Declaration(config, nnx.Rngs(params=key)), nnx.Param, ...)[:2]
-    return nnx.to_pure_dict(state)
+        module = _Declaration(config, nnx.Rngs(params=key))
+    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
 def logical_axes(config: DecoderConfig) -> Any:
     """The names of each parameter's axes, in the structure of :func:`init_params`."""
     with nnx.use_eager_sharding(False):
         abstract = nnx.eval_shape(lambda: _Declaration(config, nnx.Rngs(params=0)))
-    axes = {path: tuple(param.get_metadata("out_sharding")) for path, param in nnx.to_flat_state(nnx.state(abstract, nnx.Param))}
+    flat = nnx.to_flat_state(nnx.state(abstract, nnx.Param))
+    axes = {path: param.get_metadata("out_sharding") for path, param in flat}
     return nnx.traversals.unflatten_mapping(axes)
 
 
@@ -194,17 +196,20 @@ class Decoder:
 
         def layer(x_PGTD: Array, inputs: tuple[Params, list[KV]]) -> tuple[Array, KV]:
             weights, context_kv = inputs
-            # Weights are stored in float32 and used in the compute dtype.
-            weights = jax.tree.map(lambda w: w.astype(config.compute_dtype), weights)
             segments = list(zip(context_kv, masks, strict=True))
-            attended_PGTD, new_kv = _attention_block(weights, x_PGTD, rotation, self_mask_PGTT, segments, config)
-            x_PGTD = constrain(x_PGTD + attended_PGTD, axes)
+            branch_PGTD, new_kv = _attention_block(
+                weights, x_PGTD, rotation, self_mask_PGTT, segments, config
+            )
+            x_PGTD = constrain(x_PGTD + branch_PGTD, axes)
             x_PGTD = constrain(x_PGTD + _mlp_block(weights, x_PGTD, config), axes)
             return x_PGTD, new_kv
 
         x_PGTD = jnp.take(params["embed"], tokens_PGT, axis=0, mode="clip").astype(config.compute_dtype)
+        # Weights are stored in float32 and used in the compute dtype. Converted all at once, so that a loop
+        # over tokens converts them before it starts and reads the narrow ones.
+        weights = jax.tree.map(lambda w: w.astype(config.compute_dtype), params["layers"])
         x_PGTD, new_kv = jax.lax.scan(
-            _remat(layer, config.remat), constrain(x_PGTD, axes), (params["layers"], [kv for kv, _ in context])
+            _remat(layer, config.remat), constrain(x_PGTD, axes), (weights, [kv for kv, _ in context])
         )
         return _rms_norm(x_PGTD, params["norm"], config.norm_eps), new_kv
 
@@ -251,9 +256,9 @@ def _mlp_block(weights: Params, x_PGTD: Array, config: DecoderConfig) -> Array:
 def attend(q_PGTKQH: Array, segments: list[tuple[KV, Array]]) -> Array:
     """Softmax attention over the keys of several segments, never put together into one array.
 
-    A segment ``[P, K, S, H]`` is shared by the group: its queries are the ``G*T*Q`` rows of one matrix product
-    a prompt and head. A segment ``[P, G, K, S, H]`` is each completion's own. The segments' scores are merged
-    by their common maximum and denominator, in float32.
+    A segment ``[P, K, S, H]`` is shared by the group: its queries are the ``G*T*Q`` rows of one matrix
+    product a prompt and head. A segment ``[P, G, K, S, H]`` is each completion's own. The segments' scores
+    are merged by their common maximum and denominator, in float32.
 
     Args:
         q_PGTKQH: queries, rotated.
@@ -262,42 +267,39 @@ def attend(q_PGTKQH: Array, segments: list[tuple[KV, Array]]) -> Array:
     Returns:
         Attended values ``[P, G, T, K, Q, H]``.
     """
-    scale = q_PGTKQH.shape[-1] ** -0.5
-    scores = []
-    for kv, mask_PGTS in segments:
-        shared = kv.k.ndim == 4
-        s = jnp.einsum(
-            "pgtkqh,pksh->pkgtqs" if shared else "pgtkqh,pgksh->pgktqs",
-            q_PGTKQH,
-            kv.k,
-            preferred_element_type=jnp.float32,
-        )
-        mask = mask_PGTS[:, None, :, :, None] if shared else mask_PGTS[:, :, None, :, None]
-        scores.append(jnp.where(mask, s * scale, _MASKED))
-
-    def per_token(x: Array, kv: KV) -> Array:
-        """A segment's layout to [P, G, K, T, Q, ...]."""
-        return jnp.swapaxes(x, 1, 2) if kv.k.ndim == 4 else x
-
-    kvs = [kv for kv, _ in segments]
+    scores = [_scores(q_PGTKQH, kv, mask) for kv, mask in segments]
     # A constant shift cancels in the quotient: no gradient through the maximum.
-    peak = jax.lax.stop_gradient(
-        jnp.max(
-            jnp.stack([per_token(s.max(-1, initial=_MASKED), kv) for s, kv in zip(scores, kvs, strict=True)]), axis=0
-        )
-    )
-    total, out = jnp.float32(0), jnp.float32(0)
-    for s, kv in zip(scores, kvs, strict=True):
-        w = jnp.exp(s - per_token(peak, kv)[..., None])
-        total = total + per_token(w.sum(-1), kv)
-        o = jnp.einsum(
-            "pkgtqs,pksh->pkgtqh" if kv.k.ndim == 4 else "pgktqs,pgksh->pgktqh",
-            w.astype(kv.v.dtype),
-            kv.v,
-            preferred_element_type=jnp.float32,
-        )
-        out = out + per_token(o, kv)
-    return jnp.einsum("pgktqh->pgtkqh", out / total[..., None]).astype(q_PGTKQH.dtype)
+    peaks = [_own(s.max(axis=-1, initial=_MASKED), kv) for s, (kv, _) in zip(scores, segments, strict=True)]
+    peak_PGKTQ = jax.lax.stop_gradient(functools.reduce(jnp.maximum, peaks))
+    total_PGKTQ = jnp.zeros_like(peak_PGKTQ)
+    out_PGKTQH = jnp.zeros((), jnp.float32)
+    for s, (kv, _) in zip(scores, segments, strict=True):
+        weights = jnp.exp(s - _own(peak_PGKTQ, kv)[..., None])
+        total_PGKTQ = total_PGKTQ + _own(weights.sum(axis=-1), kv)
+        equation = "pkgtqs,pksh->pkgtqh" if _is_shared(kv) else "pgktqs,pgksh->pgktqh"
+        out = jnp.einsum(equation, weights.astype(kv.v.dtype), kv.v, preferred_element_type=jnp.float32)
+        out_PGKTQH = out_PGKTQH + _own(out, kv)
+    out_PGKTQH = out_PGKTQH / total_PGKTQ[..., None]
+    return jnp.einsum("pgktqh->pgtkqh", out_PGKTQH).astype(q_PGTKQH.dtype)
+
+
+def _scores(q_PGTKQH: Array, kv: KV, mask_PGTS: Array) -> Array:
+    """Scaled and masked scores in float32: ``[P, K, G, T, Q, S]`` if shared, else ``[P, G, K, T, Q, S]``."""
+    shared = _is_shared(kv)
+    equation = "pgtkqh,pksh->pkgtqs" if shared else "pgtkqh,pgksh->pgktqs"
+    scores = jnp.einsum(equation, q_PGTKQH, kv.k, preferred_element_type=jnp.float32)
+    mask = mask_PGTS[:, None, :, :, None] if shared else mask_PGTS[:, :, None, :, None]
+    return jnp.where(mask, scores * q_PGTKQH.shape[-1] ** -0.5, _MASKED)
+
+
+def _is_shared(kv: KV) -> bool:
+    """Whether the segment has no axis G."""
+    return kv.k.ndim == 4
+
+
+def _own(x: Array, kv: KV) -> Array:
+    """From a segment's order of axes to ``[P, G, K, ...]``, and back: shared segments have K before G."""
+    return jnp.swapaxes(x, 1, 2) if _is_shared(kv) else x
 
 
 def _rotation(position_PGT: Array, config: DecoderConfig) -> tuple[Array, Array]:

@@ -61,7 +61,7 @@ def test_sort_demonstrations_are_mostly_wrong() -> None:
     task = sort_digits(TaskConfig(), 0)
     # Six digits that read the same in both orders are all equal; as good as never drawn.
     wrong = sum(example.demonstration != example.answer for example in task.train) / NUM_TRAIN
-    # Five standard deviations of 8192 draws: 5 * sqrt(0.7 * 0.3 / 8192) = 0.025.
+    # Five standard deviations of 8192 draws: 5 * sqrt(0.75 * 0.25 / 8192) = 0.024.
     assert wrong == pytest.approx(WRONG_DEMONSTRATIONS, abs=0.025)
 
 
