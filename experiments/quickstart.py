@@ -1,6 +1,6 @@
 """Sort six digits: imitation has learnt a habit, the reward unlearns it.
 
-    grpo-jax train experiments/quickstart.py
+grpo-jax train experiments/quickstart.py
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def get_config() -> Config:
         task=TaskConfig(name="sort"),
         warm_start=WarmStartConfig(steps=200, batch_size=128, learning_rate=1e-3),
         rollout=RolloutConfig(num_prompts=64, group_size=16, max_prompt_length=8, max_completion_length=8),
-        objective=ObjectiveConfig(advantage="group", aggregate="token_mean", beta=0.005),
-        optimizer=OptimizerConfig(learning_rate=2e-4, warmup_steps=5),
+        objective=ObjectiveConfig(advantage="group", aggregate="token_mean", beta=0.001),
+        optimizer=OptimizerConfig(learning_rate=3e-4, schedule="cosine", final_fraction=0.1, warmup_steps=3),
         train=TrainConfig(steps=80),
         eval=EvalConfig(num_problems=512, samples=4, batch_size=128),
         checkpoint=CheckpointConfig(every=40),

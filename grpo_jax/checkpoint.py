@@ -34,7 +34,7 @@ from orbax.checkpoint.checkpoint_managers import (
 
 from grpo_jax.types import Params, TrainState
 
-RESUMABLE_CHANGES = ("train.steps", "log.*", "eval.*", "checkpoint.*")
+RESUMABLE_CHANGES = ("experiment", "train.steps", "log.*", "eval.*", "checkpoint.*")
 """Config fields that a resumed run may change: they do not alter what it computes."""
 
 _log = logging.getLogger(__name__)
@@ -126,9 +126,7 @@ class Checkpointer:
             return self._manager
         self.close()
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=AnyPreservationPolicy(
-                [LatestN(self._keep), _Best(self._keep_best, self._metric)]
-            ),
+            preservation_policy=AnyPreservationPolicy([LatestN(self._keep), _Best(self._keep_best, self._metric)]),
             create=writable,
             cleanup_tmp_directories=writable,
             # Deleting file by file could be killed half-way and leave what looks like a complete step.
@@ -231,10 +229,7 @@ class Checkpointer:
         left = "there is no earlier checkpoint"
         if newest is not None:
             left = f"earlier checkpoints are intact, the newest is step {newest}"
-        return (
-            f"could not save step {step} to {self.folder}: {_cause(error)} "
-            f"({free:.2f} GiB free there); {left}"
-        )
+        return f"could not save step {step} to {self.folder}: {_cause(error)} ({free:.2f} GiB free there); {left}"
 
     def steps(self) -> list[int]:
         """The complete steps in the folder, in rising order; empty if there is no such folder."""
@@ -258,9 +253,7 @@ class Checkpointer:
                 return None
         return self._metrics[step]
 
-    def restore(
-        self, abstract_state: TrainState, step: int | None = None
-    ) -> tuple[TrainState, dict[str, Any]]:
+    def restore(self, abstract_state: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
         """Read a whole step, onto the devices that ``abstract_state`` names.
 
         Args:

@@ -224,9 +224,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         _require(self.learning_rate >= 0, "optimizer.learning_rate", self.learning_rate, "at least 0")
         _require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "at least 0")
-        _require(
-            0 <= self.final_fraction <= 1, "optimizer.final_fraction", self.final_fraction, "in [0, 1]"
-        )
+        _require(0 <= self.final_fraction <= 1, "optimizer.final_fraction", self.final_fraction, "in [0, 1]")
         _require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "at least 0")
         _require(
             self.clip_norm is None or self.clip_norm > 0,

@@ -46,13 +46,10 @@ class PromptStream(Iterator[list[Example]]):
         count = jax.process_count() if process_count is None else process_count
         if not 1 <= num_prompts <= len(examples):
             raise ValueError(
-                f"num_prompts must be between 1 and the number of examples ({len(examples)}), "
-                f"got {num_prompts}"
+                f"num_prompts must be between 1 and the number of examples ({len(examples)}), got {num_prompts}"
             )
         if num_prompts % count:
-            raise ValueError(
-                f"num_prompts ({num_prompts}) must be a multiple of the number of hosts ({count})"
-            )
+            raise ValueError(f"num_prompts ({num_prompts}) must be a multiple of the number of hosts ({count})")
         if not 0 <= index < count:
             raise ValueError(f"process_index must be between 0 and {count - 1}, got {index}")
         share = num_prompts // count
@@ -65,9 +62,7 @@ class PromptStream(Iterator[list[Example]]):
             .map(lambda batch: batch[index * share : (index + 1) * share])
         )
         # The examples lie in memory, so threads that read ahead would only cost.
-        self._batches = iter(
-            batches.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
-        )
+        self._batches = iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
 
     def __next__(self) -> list[Example]:
         """This host's part of the next global batch."""

@@ -82,9 +82,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
             f"does not fit {len(devices)} devices: the product must be {len(devices)} "
             "(one axis may be -1 and takes what the others leave)"
         )
-    return jax.make_mesh(
-        tuple(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES), devices=devices
-    )
+    return jax.make_mesh(tuple(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES), devices=devices)
 
 
 def check_batch_fits(config: Config, mesh: Mesh) -> None:
@@ -100,8 +98,7 @@ def check_batch_fits(config: Config, mesh: Mesh) -> None:
             "rollout.num_prompts",
             rollout.num_prompts,
             data_shards * train.prompt_micro_batches,
-            f"mesh.data * mesh.fsdp ({data_shards}) * train.prompt_micro_batches "
-            f"({train.prompt_micro_batches})",
+            f"mesh.data * mesh.fsdp ({data_shards}) * train.prompt_micro_batches ({train.prompt_micro_batches})",
         ),
         (
             "rollout.group_size",
@@ -194,7 +191,8 @@ def to_host(x: jax.Array, axes: Axes, mesh: Mesh) -> np.ndarray:
 def host_rows(size: int, mesh: Mesh) -> slice:
     """Which of ``size`` prompts this host holds."""
     sharding = NamedSharding(mesh, partition_spec(PROMPT_AXES))
-    spans = [index[0].indices(size) for index in sharding.addressable_devices_indices_map((size,)).values()]
+    held = sharding.addressable_devices_indices_map((size,)).values()
+    spans = [index[0].indices(size) for index in held if index is not None]
     return slice(min(start for start, _, _ in spans), max(stop for _, stop, _ in spans))
 
 

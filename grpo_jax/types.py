@@ -66,8 +66,10 @@ class Model(Protocol):
     An implementation is hashable (it is a static argument of compiled functions) and holds no arrays.
     """
 
-    vocab_size: int
-    """Width of the output matrix; ids at and beyond the tokenizer's size are never sampled."""
+    @property
+    def vocab_size(self) -> int:
+        """Width of the output matrix; ids at and beyond the tokenizer's size are never sampled."""
+        ...
 
     def prefill(self, params: Params, prompt_PS: Array, prompt_mask_PS: Array) -> Prefix:
         """Run the left-padded prompts once."""

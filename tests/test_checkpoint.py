@@ -407,9 +407,7 @@ def test_missing_folder_or_step_is_named(tmp_path, opened):
         for step in (1, 2):
             if step not in opened(tmp_path / "run").steps():
                 opened(tmp_path / "run").save(step, _state(step), host={}, config={})
-        with pytest.raises(
-            CheckpointError, match=f"{tmp_path}/run has no checkpoint of step 5, but steps 1, 2"
-        ):
+        with pytest.raises(CheckpointError, match=f"{tmp_path}/run has no checkpoint of step 5, but steps 1, 2"):
             call(opened(tmp_path / "run"), 5)
 
 

@@ -18,7 +18,7 @@ import pytest
 import grpo_jax
 import grpo_jax.config
 from grpo_jax.cli import main
-from grpo_jax.cli_options import EvalOptions, SampleOptions, TrainOptions
+from grpo_jax.cli.options import EvalOptions, SampleOptions, TrainOptions
 from grpo_jax.config import Config
 
 EXPERIMENT = """
@@ -120,12 +120,8 @@ def test_override(
 
 def test_only_what_is_named_changes(experiment: Path, trained: Trained) -> None:
     assert main(["train", str(experiment), "--rollout.top-k", "5"]) == 0
-    default = Config(
-        experiment="tiny", seed=7, rollout=grpo_jax.config.RolloutConfig(num_prompts=8, group_size=4)
-    )
-    assert trained.config == dataclasses.replace(
-        default, rollout=dataclasses.replace(default.rollout, top_k=5)
-    )
+    default = Config(experiment="tiny", seed=7, rollout=grpo_jax.config.RolloutConfig(num_prompts=8, group_size=4))
+    assert trained.config == dataclasses.replace(default, rollout=dataclasses.replace(default.rollout, top_k=5))
 
 
 def test_what_train_is_called_with(
@@ -206,9 +202,7 @@ def test_wrong_option(
         ),
     ],
 )
-def test_broken_experiment(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str, expected: str
-) -> None:
+def test_broken_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str, expected: str) -> None:
     path = tmp_path / "broken.py"
     path.write_text(source)
     assert main(["train", str(path)]) == 2
@@ -217,9 +211,7 @@ def test_broken_experiment(
     assert len(error.splitlines()) == 1
 
 
-def test_missing_experiment_names_its_neighbours(
-    experiment: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_experiment_names_its_neighbours(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(experiment.with_name("tinny.py"))]) == 2
     error = capsys.readouterr().err
     assert "tinny.py does not exist" in error and "tiny.py" in error
@@ -238,9 +230,7 @@ def test_traceback_on_demand(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_fault_of_the_program_keeps_its_traceback(
-    experiment: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_of_the_program_keeps_its_traceback(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def train(config: Config, **arguments: Any) -> None:
         raise AssertionError("ours")
 
@@ -411,9 +401,7 @@ def test_an_experiments_own_task_reaches_the_loop(tmp_path: Path, trained: Train
     assert len(trained.calls[0]["task"].train) == 3, "the task is made from the overridden config"
 
 
-def test_custom_without_get_task(
-    experiment: Path, trained: Trained, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_custom_without_get_task(experiment: Path, trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(experiment), "--task.name", "custom"]) == 2
     assert "defines no get_task(config)" in capsys.readouterr().err
     assert not trained.calls

@@ -38,9 +38,7 @@ def test_pass_at_k_of_large_samples() -> None:
 
 def test_pass_at_k_refuses_what_cannot_be() -> None:
     for k in (0, 5):
-        with pytest.raises(
-            ValueError, match=rf"k must be between 1 and the number of samples \(4\), got {k}"
-        ):
+        with pytest.raises(ValueError, match=rf"k must be between 1 and the number of samples \(4\), got {k}"):
             pass_at_k([1], 4, k)
     with pytest.raises(ValueError, match=r"num_correct must be between 0 and num_samples \(4\)"):
         pass_at_k([5], 4, 1)
@@ -84,9 +82,7 @@ def test_maj_at_k_is_the_mean_over_subsets(answers, data) -> None:
     ],
 )
 def test_maj_at_k_by_hand(answers, k, expected) -> None:
-    assert maj_at_k(list(answers), [answer == "a" for answer in answers], k) == pytest.approx(
-        expected, abs=1e-12
-    )
+    assert maj_at_k(list(answers), [answer == "a" for answer in answers], k) == pytest.approx(expected, abs=1e-12)
 
 
 def test_maj_at_k_without_votes_is_wrong() -> None:
@@ -120,9 +116,7 @@ def test_wilson_interval_solves_its_equation(successes, trials) -> None:
     # The limits are where the score test turns: |share - p| = z sqrt(p (1 - p) / trials).
     for limit in wilson_interval(successes, trials):
         distance = abs(successes / trials - limit)
-        assert distance == pytest.approx(
-            1.959963984540054 * math.sqrt(limit * (1 - limit) / trials), abs=1e-8
-        )
+        assert distance == pytest.approx(1.959963984540054 * math.sqrt(limit * (1 - limit) / trials), abs=1e-8)
 
 
 def test_wilson_interval_of_a_published_example() -> None:

@@ -66,9 +66,7 @@ def sentencepiece() -> PreTrainedTokenizerFast:
     backend.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", pair="<s> $A $B </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
 BYTE_LEVEL = HFTokenizer(byte_level(pad_token="<|pad|>"))
@@ -136,9 +134,7 @@ def test_digits_stay_apart_after_saving_and_loading(tmp_path: Path) -> None:
     BYTE_LEVEL.save(tmp_path)
     # A class of transformers that would rebuild the pre-tokenizer without its digits.
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({**config, "tokenizer_class": "GPT2Tokenizer"})
-    )
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": "GPT2Tokenizer"}))
     loaded = load_tokenizer(tmp_path)
     text = "12 + 34 = 46 the<|end|> été"
     assert loaded.encode(text) == BYTE_LEVEL.encode(text)

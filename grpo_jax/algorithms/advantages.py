@@ -13,9 +13,7 @@ import jax.numpy as jnp
 from grpo_jax.types import Array
 
 
-def group_advantages(
-    rewards_PG: Array, *, estimator: str = "group", eps: float = 1e-4, ddof: int = 1
-) -> Array:
+def group_advantages(rewards_PG: Array, *, estimator: str = "group", eps: float = 1e-4, ddof: int = 1) -> Array:
     """Compare each reward with its group.
 
     - ``group``: ``(r - mean) / (std + eps)``. See "DeepSeekMath" (arXiv 2402.03300).
@@ -38,9 +36,7 @@ def group_advantages(
     if estimator not in ESTIMATORS:
         raise ValueError(f"estimator must be one of {sorted(ESTIMATORS)}, got {estimator!r}")
     if rewards_PG.shape[-1] < 2:
-        raise ValueError(
-            f"group_size must be at least 2 for advantage={estimator!r}, got {rewards_PG.shape[-1]}"
-        )
+        raise ValueError(f"group_size must be at least 2 for advantage={estimator!r}, got {rewards_PG.shape[-1]}")
     if ddof not in (0, 1):
         raise ValueError(f"ddof must be 0 or 1, got {ddof}")
     shifted_PG, present_PG, count_P1 = _shift(rewards_PG)

@@ -78,9 +78,7 @@ def grpo_loss(
         raise ValueError(f"entropy_coef is {entropy_coef} but entropy_PGT is None: pass the token entropies")
     mask_PGT = mask_PGT.astype(bool)
     if denominator is None:
-        denominator = loss_denominator(
-            mask_PGT, aggregate=aggregate, max_completion_length=max_completion_length
-        )
+        denominator = loss_denominator(mask_PGT, aggregate=aggregate, max_completion_length=max_completion_length)
     old_logps_PGT = jax.lax.stop_gradient(logps_PGT if old_logps_PGT is None else old_logps_PGT)
     loss, metrics = policy_loss(
         logps_PGT,

@@ -16,9 +16,7 @@ from grpo_jax.tokenizer import HFTokenizer, Tokenizer
 from grpo_jax.types import Params
 
 
-def load_model(
-    model: ModelConfig, tokenizer: Tokenizer | None, *, seed: int
-) -> tuple[Decoder, Params, Tokenizer]:
+def load_model(model: ModelConfig, tokenizer: Tokenizer | None, *, seed: int) -> tuple[Decoder, Params, Tokenizer]:
     """A model from a checkpoint, or of random weights where ``model.path`` is None.
 
     Args:

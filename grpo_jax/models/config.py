@@ -60,8 +60,7 @@ class DecoderConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.num_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_heads ({self.num_heads}) must be a positive multiple of num_kv_heads "
-                f"({self.num_kv_heads})"
+                f"num_heads ({self.num_heads}) must be a positive multiple of num_kv_heads ({self.num_kv_heads})"
             )
         if self.head_width % 2:
             raise ValueError(f"head_width must be even for rotary positions, got {self.head_width}")

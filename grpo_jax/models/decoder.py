@@ -66,9 +66,7 @@ class _Declaration(nnx.Module):
             self.head = _normal(rngs, 0.02, (V, D), ("vocab", "embed"))
 
 
-def _normal(
-    rngs: nnx.Rngs, std: float, shape: tuple[int, ...], axes: tuple[str | None, ...]
-) -> nnx.Param[Array]:
+def _normal(rngs: nnx.Rngs, std: float, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param[Array]:
     return nnx.Param(std * jax.random.normal(rngs.params(), shape), out_sharding=axes)
 
 
@@ -197,9 +195,7 @@ class Decoder:
         def layer(x_PGTD: Array, inputs: tuple[Params, list[KV]]) -> tuple[Array, KV]:
             weights, context_kv = inputs
             segments = list(zip(context_kv, masks, strict=True))
-            branch_PGTD, new_kv = _attention_block(
-                weights, x_PGTD, rotation, self_mask_PGTT, segments, config
-            )
+            branch_PGTD, new_kv = _attention_block(weights, x_PGTD, rotation, self_mask_PGTT, segments, config)
             x_PGTD = constrain(x_PGTD + branch_PGTD, axes)
             x_PGTD = constrain(x_PGTD + _mlp_block(weights, x_PGTD, config), axes)
             return x_PGTD, new_kv

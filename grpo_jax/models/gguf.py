@@ -60,9 +60,7 @@ def load_gguf(path: Path) -> tuple[DecoderConfig, Params, HFTokenizer]:
     except Exception as error:  # a broken file surfaces as whatever its bytes happen to hit
         raise ValueError(f"{path} is not a whole GGUF file, download it again: {error!r}") from error
     if reader.byte_order != "I":
-        raise ValueError(
-            f"{path} is written in the other byte order: take a file made for this kind of machine"
-        )
+        raise ValueError(f"{path} is written in the other byte order: take a file made for this kind of machine")
     architecture = metadata.get("general.architecture")
     if architecture not in _ARCHITECTURES:
         raise ValueError(
@@ -109,15 +107,11 @@ def _import_gguf() -> ModuleType:
     try:
         import gguf
     except ImportError as error:
-        raise ImportError(
-            "reading .gguf files needs the package gguf: pip install 'grpo-jax[gguf]'"
-        ) from error
+        raise ImportError("reading .gguf files needs the package gguf: pip install 'grpo-jax[gguf]'") from error
     return gguf
 
 
-def _hf_config(
-    metadata: Mapping[str, Any], shapes: Mapping[str, list[int]], *, source: str
-) -> dict[str, Any]:
+def _hf_config(metadata: Mapping[str, Any], shapes: Mapping[str, list[int]], *, source: str) -> dict[str, Any]:
     """The metadata in the words of a Hugging Face ``config.json``."""
     architecture = metadata["general.architecture"]
 

@@ -90,9 +90,7 @@ def params_from_hf(config: DecoderConfig, tensors: Mapping[str, np.ndarray]) -> 
             raise ValueError(f"the tensor {name} is missing")
         value = left.pop(name)
         if value.shape != shape:
-            raise ValueError(
-                f"the tensor {name} must have shape {shape} for its configuration, got {value.shape}"
-            )
+            raise ValueError(f"the tensor {name} must have shape {shape} for its configuration, got {value.shape}")
         return np.asarray(value, np.float32)
 
     V, D, F = config.vocab_size, config.width, config.ffn_width
@@ -101,9 +99,7 @@ def params_from_hf(config: DecoderConfig, tensors: Mapping[str, np.ndarray]) -> 
     def fused(prefix: str, kind: str, *inputs: int) -> np.ndarray:
         """Queries, keys and values as ``[K, Q + 2, H, *inputs]``: each key-value head with its own queries."""
         q = take(f"{prefix}.q_proj.{kind}", K * Q * H, *inputs).reshape(K, Q, H, *inputs)
-        k, v = (
-            take(f"{prefix}.{name}_proj.{kind}", K * H, *inputs).reshape(K, 1, H, *inputs) for name in "kv"
-        )
+        k, v = (take(f"{prefix}.{name}_proj.{kind}", K * H, *inputs).reshape(K, 1, H, *inputs) for name in "kv")
         return np.concatenate([q, k, v], axis=1)
 
     def layer(index: int) -> dict[str, np.ndarray]:

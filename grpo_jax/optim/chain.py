@@ -46,7 +46,7 @@ def nonfinite_counts(opt_state: Any) -> tuple[Array, Array]:
 
 
 def _decay_matrices(params: Params) -> Any:
-    """True on matrices; not on embeddings, biases and vectors. What lies under "layers" has a stacked axis more."""
+    """True on matrices; not on embeddings, biases and vectors. Below "layers" there is a stacked axis more."""
 
     def decays(path: tuple[Any, ...], x: Array) -> bool:
         names = [str(key.key) for key in path]
@@ -61,8 +61,6 @@ DECAY_MASKS: dict[str, Callable[[Params], Any] | None] = {"matrices": _decay_mat
 PRECONDITIONERS: dict[str, Callable[[OptimizerConfig], optax.GradientTransformation]] = {
     "adamw": lambda c: optax.scale_by_adam(b1=c.b1, b2=c.b2, eps=c.eps),
     "lion": lambda c: optax.scale_by_lion(b1=c.b1, b2=c.b2),
-    "adafactor": lambda c: optax.chain(
-        optax.scale_by_factored_rms(decay_rate=0.8), optax.clip_by_block_rms(1.0)
-    ),
+    "adafactor": lambda c: optax.chain(optax.scale_by_factored_rms(decay_rate=0.8), optax.clip_by_block_rms(1.0)),
     "sgd": lambda c: optax.trace(decay=c.b1) if c.b1 else optax.identity(),
 }

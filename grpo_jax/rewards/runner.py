@@ -143,8 +143,7 @@ def _checked(name: str, result: Any, size: int) -> list[float]:
         raise ValueError(f"reward function {name!r} must return a list, got {type(result).__name__}")
     if len(result) != size:
         raise ValueError(
-            f"reward function {name!r} must return one reward a completion: expected {size}, "
-            f"got {len(result)}"
+            f"reward function {name!r} must return one reward a completion: expected {size}, got {len(result)}"
         )
     for row, value in enumerate(result):
         # np.bool_ is no numbers.Real, and a comparison of arrays gives it.
@@ -177,10 +176,6 @@ def _check_batch(
             )
     for name, values in columns.items():
         if name in _OWN_ARGUMENTS:
-            raise ValueError(
-                f"a column must not be named {name!r}: rename it, reward functions have that already"
-            )
+            raise ValueError(f"a column must not be named {name!r}: rename it, reward functions have that already")
         if len(values) != num_prompts:
-            raise ValueError(
-                f"column {name!r} must hold {num_prompts} values, one a prompt, got {len(values)}"
-            )
+            raise ValueError(f"column {name!r} must hold {num_prompts} values, one a prompt, got {len(values)}")

@@ -14,6 +14,7 @@ the draws depend neither on the number of slots nor on the mesh or the number of
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -179,7 +180,7 @@ def _decode(
     held_RC = jnp.maximum(state.length_RC - 1, 0)
     cache = Cache(kv=state.cache_kv, mask_RCT=age_T[None, None] < held_RC[..., None], length_RC=held_RC)
     hidden_RC1D, new_kv = model.extend(params, state.token_RC[..., None], state.prefix, cache)
-    state = state.replace(cache_kv=model.append(state.cache_kv, new_kv, column))
+    state = dataclasses.replace(state, cache_kv=model.append(state.cache_kv, new_kv, column))
     # A slot that was just refilled has no token yet: its first one is predicted by the prompt.
     hidden_RCD = jnp.where(
         (state.length_RC == 0)[..., None], state.prefix.hidden_PD[:, None], hidden_RC1D[:, :, 0]
@@ -211,7 +212,8 @@ def _emit(
         ended_RC |= stop_RC == stop_table.shape[0] - 1
     column = state.step % T
     was_alive_RC = state.alive_RC
-    state = state.replace(
+    state = dataclasses.replace(
+        state,
         step=state.step + 1,
         length_RC=length_RC,
         finished_RC=jnp.where(was_alive_RC, ended_RC, state.finished_RC),
@@ -285,7 +287,8 @@ def _refill(state: EngineState, was_alive_RC: Array, config: EngineConfig) -> En
     starts_RC = takes_RC | moves_R[:, None]
     sample_RC = jnp.where(takes_RC, pending_RC, state.sample_RC)
     row_prompt_R = jnp.where(moves_R, prompt_R, state.row_prompt_R)
-    return state.replace(
+    return dataclasses.replace(
+        state,
         prefix=jax.lax.cond(
             moves_R.any(), lambda: _take_rows(state.prefixes, row_prompt_R, Q), lambda: state.prefix
         ),
@@ -308,7 +311,8 @@ def _take_out(state: EngineState, ended_RC: Array, config: EngineConfig) -> Engi
     def put(out: Array, value: Array) -> Array:
         return out.at[row_RC, state.sample_RC].set(value, mode="drop")
 
-    return state.replace(
+    return dataclasses.replace(
+        state,
         tokens_PGT=put(state.tokens_PGT, _unroll(state.tokens_RCT, state, config)),
         logps_PGT=put(state.logps_PGT, _unroll(state.logps_RCT, state, config)),
         length_PG=put(state.length_PG, state.length_RC),

@@ -153,9 +153,7 @@ def encode_prompt(tokenizer: Tokenizer, example: Example) -> list[int]:
     return tokenizer.encode(prompt_text(example))
 
 
-def pad_left(
-    sequences: Sequence[Sequence[int]], length: int, pad_id: int
-) -> tuple[np.ndarray, np.ndarray]:
+def pad_left(sequences: Sequence[Sequence[int]], length: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
     """Token ids ``[N, length]``, padded on the left, and the mask that is True on real tokens.
 
     Raises:

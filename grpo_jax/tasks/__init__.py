@@ -68,7 +68,5 @@ def _first(examples: Sequence[Example], count: int | None, name: str, task: str)
     if count is None:
         return examples
     if not 1 <= count <= len(examples):
-        raise ValueError(
-            f"{name} must be between 1 and the {len(examples)} that task {task!r} has, got {count}"
-        )
+        raise ValueError(f"{name} must be between 1 and the {len(examples)} that task {task!r} has, got {count}")
     return examples[:count]

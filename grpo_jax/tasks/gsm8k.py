@@ -75,9 +75,7 @@ def _read(path: Path) -> dict[str, Example]:
         question, solution = text_field(row, "question", place), text_field(row, "answer", place)
         _, mark, answer = solution.rpartition(ANSWER_MARK)
         if not mark or parse_number(answer) is None:
-            raise ValueError(
-                f"{place}: field 'answer' must end in '{ANSWER_MARK} number', got {solution[-80:]!r}"
-            )
+            raise ValueError(f"{place}: field 'answer' must end in '{ANSWER_MARK} number', got {solution[-80:]!r}")
         example = Example(
             prompt=[{"role": "user", "content": f"{question.strip()}\n\n{INSTRUCTION}"}],
             answer=answer.strip(),

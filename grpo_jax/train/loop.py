@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.checkpoint import Checkpointer
@@ -198,7 +199,7 @@ def resume(session: Session, checkpoints: Checkpointer) -> Progress:
     session.prompts.restore(host["prompts"])
     return Progress(
         state=state,
-        key=jax.random.wrap_key_data(np.array(host["key"], np.uint32)),
+        key=jax.random.wrap_key_data(jnp.array(host["key"], jnp.uint32)),
         done=int(state.step),
         before=host["before"],
         after=host["after"],

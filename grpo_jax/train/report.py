@@ -138,9 +138,7 @@ class StepReport:
                 "prompt": prompt_text(self.examples[p]),
                 "answer": self.examples[p].answer,
                 "completion": self.completions.texts[p][g],
-                "rewards": dict(
-                    zip(self.reward_names, self.rewards.rewards_PGK[p, g].tolist(), strict=True)
-                ),
+                "rewards": dict(zip(self.reward_names, self.rewards.rewards_PGK[p, g].tolist(), strict=True)),
                 "reward": float(self.rewards_PG[p, g]),
                 "advantage": float(self.advantages_PG[p, g]),
                 "length": int(self.completions.lengths_PG[p, g]),
@@ -172,5 +170,5 @@ class CompileCounter:
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
-    def _listen(self, event: str, duration: float, **_: Any) -> None:
+    def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
         self.count += event == self.EVENT

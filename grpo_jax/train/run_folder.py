@@ -45,7 +45,8 @@ def open_run_folder(workdir: Path, config: Config, *, fresh: bool, experiment_fi
             moved = workdir.with_name(f"{workdir.name}.old-{time.strftime('%Y%m%d-%H%M%S')}")
         elif not file.is_file():
             raise ValueError(
-                f"--workdir {workdir} is not empty and holds no run ({CONFIG_FILE} is missing): name another folder"
+                f"--workdir {workdir} is not empty and holds no run ({CONFIG_FILE} is missing): "
+                "name another folder"
             )
         else:
             _check_same_run(file, config, workdir)

@@ -116,9 +116,9 @@ def _with_fitting_prompts(task: Task, tokenizer: Tokenizer, config: Config) -> t
         ValueError: there are such prompts and task.long_prompts is "error", or no other prompts.
     """
     limit = config.rollout.max_prompt_length
-    dropped, kept = 0, {}
-    for split in ("train", "heldout"):
-        examples: Sequence[Example] = vars(task)[split]
+    dropped = 0
+    kept: dict[str, list[Example]] = {}
+    for split, examples in (("train", task.train), ("heldout", task.heldout)):
         lengths = np.array([len(encode_prompt(tokenizer, example)) for example in examples])
         fits = lengths <= limit
         if not fits.all() and config.task.long_prompts == "error":
@@ -133,7 +133,7 @@ def _with_fitting_prompts(task: Task, tokenizer: Tokenizer, config: Config) -> t
             )
         dropped += int((~fits).sum())
         kept[split] = [example for example, fit in zip(examples, fits, strict=True) if fit]
-    return dataclasses.replace(task, **kept), dropped
+    return dataclasses.replace(task, train=kept["train"], heldout=kept["heldout"]), dropped
 
 
 class Session:
@@ -158,9 +158,7 @@ class Session:
         self._update = jax.jit(self.step, donate_argnums=0, out_shardings=(self.state_shardings, whole))
         self._score = jax.jit(self.step.score)
         self.reward_names = [reward.name for reward in policy.task.rewards]
-        self._make_batch = jax.jit(
-            functools.partial(make_batch, config=config, reward_names=self.reward_names)
-        )
+        self._make_batch = jax.jit(functools.partial(make_batch, config=config, reward_names=self.reward_names))
         self._reward = RewardRunner(policy.task.rewards)
         self._weights = np.array([reward.weight for reward in policy.task.rewards])
         self._schedule = learning_rate_schedule(config.optimizer, total_updates)
@@ -174,7 +172,7 @@ class Session:
             process_count=config.rollout.num_prompts // size,
         )
 
-    def _state_shardings(self) -> TrainState:
+    def _state_shardings(self) -> Any:
         """Optimizer moments lie as their parameters do; what else there is lies whole on every device."""
         whole = NamedSharding(self.mesh, PartitionSpec())
         params = shardings(logical_axes(self.policy.model.config), self.mesh)
@@ -187,7 +185,10 @@ class Session:
         )
         has_reference = self.config.objective.beta > 0
         return TrainState(
-            params=params, ref_params=params if has_reference else None, opt_state=opt_state, step=whole
+            params=params,
+            ref_params=params if has_reference else None,
+            opt_state=opt_state,
+            step=whole,  # type: ignore[arg-type]  # shardings in the place of arrays
         )
 
     def initial_state(self, params: Params) -> TrainState:
@@ -263,7 +264,7 @@ class Session:
         with jax.set_mesh(self.mesh):
             old = self._score(state.params, batch) if self.config.train.updates_per_batch > 1 else None
             ref = None if state.ref_params is None else self._score(state.ref_params, batch)
-        return jax.block_until_ready(batch.replace(old_logps_PGT=old, ref_logps_PGT=ref))
+        return jax.block_until_ready(dataclasses.replace(batch, old_logps_PGT=old, ref_logps_PGT=ref))
 
     def update(self, state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
         """All updates of a batch; ``state`` is donated."""

@@ -100,7 +100,11 @@ class TrainStep:
             importance_weights_PGT=weights_PGT,
         )
         gap_PGT = jnp.abs(jnp.where(mask_PGT, logps_PGT - sampler_PGT, 0.0))
-        metrics |= {"loss": loss, "sampler_gap": masked_mean(gap_PGT, mask_PGT), "sampler_gap_max": gap_PGT.max()}
+        metrics |= {
+            "loss": loss,
+            "sampler_gap": masked_mean(gap_PGT, mask_PGT),
+            "sampler_gap_max": gap_PGT.max(),
+        }
         if weights_PGT is not None:
             metrics["importance"] = masked_mean(weights_PGT, mask_PGT)
             metrics["importance_clipped"] = masked_mean(weights_PGT >= objective.importance_cap, mask_PGT)
@@ -130,9 +134,7 @@ class TrainStep:
     def corrects_sampler(self) -> bool:
         """Whether importance weights correct for what the sampler left out."""
         importance = self.config.objective.importance
-        return importance == "token" or (
-            importance == "auto" and self.config.rollout.truncates_distribution
-        )
+        return importance == "token" or (importance == "auto" and self.config.rollout.truncates_distribution)
 
 
 def completion_logps(
@@ -206,7 +208,7 @@ def split_batch(batch: TrainBatch, prompt_parts: int, group_parts: int) -> Train
         parts = jnp.moveaxis(x.reshape(*x.shape[:2], x.shape[2] // N, N, *x.shape[3:]), 3, 1)
         return constrain(parts, (None, None, *GROUP_AXES, *(None,) * (x.ndim - 3)))
 
-    fields = {}
+    fields: dict[str, Array | None] = {}
     for name, value in vars(batch).items():
         if value is None:
             fields[name] = None
@@ -215,7 +217,7 @@ def split_batch(batch: TrainBatch, prompt_parts: int, group_parts: int) -> Train
             fields[name] = jnp.repeat(split_prompts(value)[:, None], N, axis=1)
         else:
             fields[name] = split_groups(value)
-    return TrainBatch(**fields)
+    return TrainBatch(**fields)  # type: ignore[arg-type]
 
 
 def _join_groups(x_MNPG: Array) -> Array:

@@ -62,9 +62,7 @@ def test_golden(x64, jit, rewards, options, expected) -> None:
     assert got.dtype == jnp.float64
     # The file's numbers are exact to float64; 1e-12 leaves room for another order of sums.
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12)
-    np.testing.assert_allclose(
-        reference.advantages(with_nan(rewards), **options), expected, rtol=0, atol=1e-12
-    )
+    np.testing.assert_allclose(reference.advantages(with_nan(rewards), **options), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATOR_NAMES)

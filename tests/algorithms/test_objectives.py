@@ -225,9 +225,7 @@ def test_loss_is_the_sum_of_its_reported_parts(x64) -> None:
     np.testing.assert_allclose(metrics["entropy"], batch.entropy[batch.mask].mean(), **EXACT)
 
 
-@pytest.mark.parametrize(
-    ("aggregate", "expected"), [("token_mean", 5), ("sequence_mean", 2), ("constant", 2 * 8)]
-)
+@pytest.mark.parametrize(("aggregate", "expected"), [("token_mean", 5), ("sequence_mean", 2), ("constant", 2 * 8)])
 def test_loss_denominator(aggregate, expected) -> None:
     mask = jnp.array([[[1, 1, 1], [0, 0, 0]], [[1, 1, 0], [0, 0, 0]]])
     got = objectives.loss_denominator(mask, aggregate=aggregate, max_completion_length=8)

@@ -212,9 +212,7 @@ def test_of_a_decoder_the_weight_matrices_decay() -> None:
         lambda x: jnp.ones(x.shape), jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
     )
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1.0, weight_decay=0.5), 10)
-    updates, _ = jax.jit(optimizer.update)(
-        jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params
-    )
+    updates, _ = jax.jit(optimizer.update)(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
     decayed = {path for path, update in flat(updates).items() if (update == -0.5).all()}
     kept = {path for path, update in flat(updates).items() if (update == 0).all()}
     assert decayed == {"head", "layers/qkv", "layers/out", "layers/gate_up", "layers/down"}

@@ -149,9 +149,7 @@ def test_votes_for_one_number_are_of_one_form() -> None:
     assert extract_number("no number") is None
 
 
-@pytest.mark.parametrize(
-    "piece", [r"\boxed{", r"\boxed ", "1,", r"\frac{", ",234", "#", "1 ", "1 1/", "1/", "-$"]
-)
+@pytest.mark.parametrize("piece", [r"\boxed{", r"\boxed ", "1,", r"\frac{", ",234", "#", "1 ", "1 1/", "1/", "-$"])
 def test_degenerate_completions_take_no_long(piece) -> None:
     # 60,000 characters: steps quadratic in that would take minutes, linear ones take half a second at most.
     began = time.monotonic()

@@ -154,9 +154,7 @@ def test_it_works_from_other_threads(caplog) -> None:
     runner = RewardRunner([Reward("f", fn)])
 
     def work() -> None:
-        results.append(
-            runner(prompts=["a"], completions=[["a0", "a1"]], completion_ids=[[[1], [2]]], columns={})
-        )
+        results.append(runner(prompts=["a"], completions=[["a0", "a1"]], completion_ids=[[[1], [2]]], columns={}))
 
     with caplog.at_level(logging.WARNING, LOGGER):
         threads = [threading.Thread(target=work) for _ in range(4)]
@@ -181,9 +179,7 @@ def test_combine_sums_what_is_present() -> None:
 
 
 @given(
-    st.lists(
-        st.lists(st.none() | st.floats(-10, 10, width=32), min_size=2, max_size=2), min_size=1, max_size=5
-    )
+    st.lists(st.lists(st.none() | st.floats(-10, 10, width=32), min_size=2, max_size=2), min_size=1, max_size=5)
 )
 def test_combine_agrees_with_plain_python(samples) -> None:
     weights = (0.7, -1.3)

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.rollout.counting_model import CountingModel, numpy_logits
 
 from grpo_jax.config import MeshConfig
 from grpo_jax.mesh import GROUP_AXES, PROMPT_AXES, make_mesh, partition_spec
@@ -17,6 +16,7 @@ from grpo_jax.rollout.sampler import pad_left
 from grpo_jax.rollout.sampling import SamplingParams, draw
 from grpo_jax.rollout.stop import stop_table
 from grpo_jax.types import Rollout
+from tests.rollout.counting_model import CountingModel, numpy_logits
 
 V, T, PAD, EOS = 11, 7, 0, (1, 2)
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10], [4, 4], [5, 9, 3], [10], [8, 3], [3, 3, 3, 3]]
@@ -182,7 +182,5 @@ def test_every_draw_of_a_batch_differs() -> None:
     zeros = jnp.zeros((V, V + 1))
     result = run(CountingModel(V), zeros, jnp.asarray(ids), jnp.asarray(mask), KEY, None, config)
     assert len({tuple(row) for row in np.asarray(result.completion_PGT).reshape(64, T).tolist()}) == 64
-    other = run(
-        CountingModel(V), zeros, jnp.asarray(ids), jnp.asarray(mask), jax.random.key(4), None, config
-    )
+    other = run(CountingModel(V), zeros, jnp.asarray(ids), jnp.asarray(mask), jax.random.key(4), None, config)
     assert not np.array_equal(result.completion_PGT, other.completion_PGT)

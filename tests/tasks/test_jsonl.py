@@ -80,9 +80,7 @@ def test_a_missing_or_empty_file_is_named(tmp_path) -> None:
 
 @given(prompts=st.lists(st.integers(0, 40), min_size=2, max_size=60), seed=st.integers(0, 3))
 def test_the_split_goes_by_prompt(tmp_path, prompts, seed) -> None:
-    path = write(
-        tmp_path / "data.jsonl", [{"prompt": f"p{p}", "answer": str(i)} for i, p in enumerate(prompts)]
-    )
+    path = write(tmp_path / "data.jsonl", [{"prompt": f"p{p}", "answer": str(i)} for i, p in enumerate(prompts)])
     config = TaskConfig(name="jsonl", path=path)
     if len(set(prompts)) < 2:
         with pytest.raises(ValueError, match="holds 1 different prompt, too few"):

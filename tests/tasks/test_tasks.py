@@ -219,9 +219,7 @@ def test_gsm8k_as_published() -> None:
 
 
 def test_make_task_applies_limits_and_weights(tmp_path) -> None:
-    folder = write_gsm8k(
-        tmp_path, [problem(f"q{i}", "#### 1") for i in range(5)], [problem("r", "#### 2")]
-    ).path
+    folder = write_gsm8k(tmp_path, [problem(f"q{i}", "#### 1") for i in range(5)], [problem("r", "#### 2")]).path
     whole = make_task(Config(task=TaskConfig(name="gsm8k", path=folder)))
     config = TaskConfig(name="gsm8k", path=folder, num_train=3, num_heldout=1, reward_weights=(0.5, 0.0))
     task = make_task(Config(task=config))

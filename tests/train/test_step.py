@@ -12,8 +12,15 @@ import numpy as np
 import optax
 import pytest
 
-from grpo_jax.config import Config, MeshConfig, ObjectiveConfig, OptimizerConfig, ReferenceConfig, RolloutConfig
-from grpo_jax.config import TrainConfig
+from grpo_jax.config import (
+    Config,
+    MeshConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    ReferenceConfig,
+    RolloutConfig,
+    TrainConfig,
+)
 from grpo_jax.mesh import GROUP_AXES, PROMPT_AXES, make_mesh, partition_spec, place_params
 from grpo_jax.models.config import DecoderConfig
 from grpo_jax.models.decoder import Decoder, init_params, logical_axes

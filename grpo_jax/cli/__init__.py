@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpo_jax
-from grpo_jax.cli_experiment import load_experiment
-from grpo_jax.cli_options import EvalOptions, SampleOptions, TrainOptions, parse, take_experiment
+from grpo_jax.cli.experiment import load_experiment
+from grpo_jax.cli.options import EvalOptions, SampleOptions, TrainOptions, parse, take_experiment
 from grpo_jax.config import Config
 from grpo_jax.console import Console, printable
 
@@ -117,9 +117,7 @@ def run_train(arguments: list[str]) -> int:
         )
     config = options.config
     if options.workdir is None and "GRPO_JAX_COORDINATOR" in os.environ:
-        raise ValueError(
-            "--workdir must be given where several processes train: all of them share one folder"
-        )
+        raise ValueError("--workdir must be given where several processes train: all of them share one folder")
     workdir = options.workdir or Path("runs") / f"{config.experiment}-{time.strftime('%Y%m%d-%H%M%S')}"
 
     from grpo_jax.mesh import initialize_distributed
@@ -225,9 +223,7 @@ def _typed_lines(policy: Policy) -> Iterator[str]:
     if asks:
         prompt = _some_prompt(policy)
         example = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-        print(
-            f"One prompt a line, as the task has them (such as {printable(example, limit=200)}); Ctrl-D ends."
-        )
+        print(f"One prompt a line, as the task has them (such as {printable(example, limit=200)}); Ctrl-D ends.")
     while True:
         try:
             line = input("> " if asks else "")

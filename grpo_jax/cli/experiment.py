@@ -48,9 +48,7 @@ class Experiment:
 
         task = _call(self.get_task, config, path=self.path)
         if not isinstance(task, Task):
-            raise ValueError(
-                f"{self.path}: get_task(config) must return a grpo_jax.tasks.base.Task, got {task!r}"
-            )
+            raise ValueError(f"{self.path}: get_task(config) must return a grpo_jax.tasks.base.Task, got {task!r}")
         return task
 
 
