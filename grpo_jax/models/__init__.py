@@ -12,7 +12,7 @@ from grpo_jax.models.config import DecoderConfig
 from grpo_jax.models.decoder import Decoder, init_params
 from grpo_jax.models.gguf import load_gguf
 from grpo_jax.models.hf import load_hf
-from grpo_jax.tokenizer import HFTokenizer, Tokenizer
+from grpo_jax.tokenizer import Tokenizer, load_tokenizer
 from grpo_jax.types import Params
 
 
@@ -43,7 +43,7 @@ def load_model(model: ModelConfig, tokenizer: Tokenizer | None, *, seed: int) ->
         config, params, tokenizer = load_gguf(path)
     else:
         config, params = load_hf(path)
-        tokenizer = HFTokenizer.from_folder(path)
+        tokenizer = load_tokenizer(path)
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
             f"{path}: the tokenizer knows {tokenizer.vocab_size} ids, but the model has only "

@@ -85,8 +85,9 @@ def init_params(config: DecoderConfig, key: Array) -> Params:
 def logical_axes(config: DecoderConfig) -> Any:
     """The names of each parameter's axes, in the structure of :func:`init_params`."""
     with nnx.use_eager_sharding(False):
-        abstract = nnx.eval_shape(lambda: _Declaration(config, nnx.Rngs(params=0)))
-    flat = nnx.to_flat_state(nnx.state(abstract, nnx.Param))
+        # JAX's own eval_shape: under a mesh, that of Flax takes the names for mesh axes.
+        abstract = jax.eval_shape(lambda: nnx.state(_Declaration(config, nnx.Rngs(params=0)), nnx.Param))
+    flat = nnx.to_flat_state(abstract)
     axes = {path: param.get_metadata("out_sharding") for path, param in flat}
     return nnx.traversals.unflatten_mapping(axes)
 
