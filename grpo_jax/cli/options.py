@@ -85,6 +85,21 @@ class SampleOptions:
             raise ValueError(f"--min-p must be in [0, 1), got {self.min_p}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Write a run's policy as a Hugging Face checkpoint folder (float32)."""
+
+    run: tyro.conf.Positional[Path]
+    """The run's folder."""
+    folder: tyro.conf.Positional[Path]
+    """The folder to write; it must not exist."""
+    checkpoint: str = "latest"
+    """"latest", "best" (by held-out success rate), or a step."""
+
+    def __post_init__(self) -> None:
+        _check_checkpoint(self.checkpoint)
+
+
 def parse(options: type[T], arguments: Sequence[str], *, prog: str, default: T | None = None) -> T:
     """Read ``options`` from the arguments; an unknown one ends the process with status 2.
 

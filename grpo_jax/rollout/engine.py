@@ -15,72 +15,17 @@ the draws depend neither on the number of slots nor on the mesh or the number of
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from grpo_jax.algorithms.logprobs import scaled_logits
 from grpo_jax.mesh import GROUP_AXES, constrain
-from grpo_jax.rollout.sampling import SamplingParams, draw, truncate
-from grpo_jax.types import Array, Cache, Model, Params, Prefix, Rollout
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """What a compiled rollout is specialised to."""
-
-    group_size: int
-    max_completion_length: int
-    vocab_size: int
-    """Ids that the tokenizer knows: no other is sampled."""
-    eos_ids: tuple[int, ...]
-    """Any of them ends a completion."""
-    pad_id: int
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    num_slots: int | None = None
-    """Completions decoded at a time; None: all."""
-    num_shards: int = 1
-    """Parts of the prompts with a queue of their own: the mesh's data * fsdp."""
-
-
-@struct.dataclass
-class EngineState:
-    """Where a rollout stands. All of it is on the device; the loop's only host value is the result."""
-
-    prefixes: Prefix
-    """Of all prompts of the batch."""
-    prefix: Prefix
-    """Of the prompt that each row works on."""
-    cache_kv: Any
-    step: Array
-    """Tokens decoded so far in each slot, dead ones included; the ring's next column is step mod T."""
-    row_prompt_R: Array
-    """The row's prompt: its index in the whole batch."""
-    next_sample_R: Array
-    """The next completion of the row's prompt that no slot has taken."""
-    next_prompt_Q: Array
-    """The shard's next prompt that no row has taken, counted within the shard."""
-    sample_RC: Array
-    """Which completion of its prompt a slot holds."""
-    length_RC: Array
-    """Tokens of that completion."""
-    alive_RC: Array
-    finished_RC: Array
-    """The slot's completion ended by itself."""
-    stop_RC: Array
-    """State of the stop-string automaton."""
-    token_RC: Array
-    tokens_RCT: Array
-    logps_RCT: Array
-    """What each slot has sampled, in ring order."""
-    tokens_PGT: Array
-    logps_PGT: Array
-    length_PG: Array
-    finished_PG: Array
-    """What has been taken out of slots that were refilled."""
+from grpo_jax.rollout.refill import refill, take_rows
+from grpo_jax.rollout.sampling import draw, truncate
+from grpo_jax.rollout.state import EngineConfig, EngineState, slot_layout
+from grpo_jax.types import Array, Cache, Model, Params, Rollout
 
 
 def generate(
@@ -134,7 +79,7 @@ def _start(
     out_P, out_G = (P, G) if refills else (0, 0)
     return EngineState(
         prefixes=prefixes if refills else prefixes.take(jnp.arange(0)),
-        prefix=_take_rows(prefixes, row_prompt_R, Q) if refills else prefixes,
+        prefix=take_rows(prefixes, row_prompt_R, Q) if refills else prefixes,
         cache_kv=model.init_cache(params, R, C, T),
         step=jnp.int32(0),
         row_prompt_R=row_prompt_R,
@@ -153,16 +98,6 @@ def _start(
         length_PG=jnp.zeros((out_P, out_G), jnp.int32),
         finished_PG=jnp.zeros((out_P, out_G), jnp.bool),
     )
-
-
-def slot_layout(num_prompts: int, config: EngineConfig) -> tuple[int, int]:
-    """Rows and slots a row: whole groups where the slots allow it, else one row a shard of a part of one."""
-    if config.num_slots is None or config.num_slots >= num_prompts * config.group_size:
-        return num_prompts, config.group_size
-    slots_per_row = min(config.group_size, config.num_slots // config.num_shards)
-    num_rows = config.num_slots // slots_per_row
-    assert num_rows % config.num_shards == 0 and num_prompts % config.num_shards == 0, (num_rows, config)
-    return num_rows, slots_per_row
 
 
 def _decode(
@@ -226,7 +161,7 @@ def _emit(
     if state.tokens_PGT.size == 0:
         return state
     any_ended = (was_alive_RC & ~state.alive_RC).any()
-    return jax.lax.cond(any_ended, lambda s: _refill(s, was_alive_RC, config), lambda s: s, state)
+    return jax.lax.cond(any_ended, lambda s: refill(s, was_alive_RC, config), lambda s: s, state)
 
 
 def _write_column(ring_RCT: Array, value_RC: Array, write_RC: Array, column: Array) -> Array:
@@ -264,87 +199,6 @@ def _sample(
         fold = jax.vmap(lambda sample, position: jax.random.fold_in(jax.random.fold_in(key, sample), position))
         token_N, logp_N = draw(fold(sample_RC.reshape(-1), position_RC.reshape(-1)), logits_NV)
     return token_N.reshape(R, C), logp_N.reshape(R, C)
-
-
-def _refill(state: EngineState, was_alive_RC: Array, config: EngineConfig) -> EngineState:
-    """Take ended completions out of their slots, and give the slots what is pending."""
-    state = _take_out(state, was_alive_RC & ~state.alive_RC, config)
-    R, C = state.alive_RC.shape
-    Q = config.num_shards
-    prompts_per_shard = state.tokens_PGT.shape[0] // Q
-
-    free_RC = ~state.alive_RC
-    pending_RC = state.next_sample_R[:, None] + jnp.cumsum(free_RC, axis=1) - 1
-    takes_RC = free_RC & (pending_RC < config.group_size)
-    next_sample_R = state.next_sample_R + takes_RC.sum(axis=1)
-
-    done_R = ~(state.alive_RC | takes_RC).any(axis=1)
-    pending_QX = state.next_prompt_Q[:, None] + jnp.cumsum(done_R.reshape(Q, -1), axis=1) - 1
-    moves_QX = done_R.reshape(Q, -1) & (pending_QX < prompts_per_shard)
-    moves_R = moves_QX.reshape(R)
-    prompt_R = (jnp.arange(Q)[:, None] * prompts_per_shard + pending_QX).reshape(R)
-
-    starts_RC = takes_RC | moves_R[:, None]
-    sample_RC = jnp.where(takes_RC, pending_RC, state.sample_RC)
-    row_prompt_R = jnp.where(moves_R, prompt_R, state.row_prompt_R)
-    return dataclasses.replace(
-        state,
-        prefix=jax.lax.cond(
-            moves_R.any(), lambda: _take_rows(state.prefixes, row_prompt_R, Q), lambda: state.prefix
-        ),
-        row_prompt_R=row_prompt_R,
-        next_sample_R=jnp.where(moves_R, C, next_sample_R),
-        next_prompt_Q=state.next_prompt_Q + moves_QX.sum(axis=1),
-        sample_RC=jnp.where(moves_R[:, None], jnp.arange(C)[None], sample_RC),
-        length_RC=jnp.where(starts_RC, 0, state.length_RC),
-        alive_RC=state.alive_RC | starts_RC,
-        finished_RC=state.finished_RC & ~starts_RC,
-        stop_RC=jnp.where(starts_RC, 0, state.stop_RC),
-    )
-
-
-def _take_out(state: EngineState, ended_RC: Array, config: EngineConfig) -> EngineState:
-    """Copy the completions that just ended to where they belong in the batch."""
-    P = state.tokens_PGT.shape[0]
-    row_RC = jnp.where(ended_RC, state.row_prompt_R[:, None], P)  # P is out of range: dropped
-
-    def put(out: Array, value: Array) -> Array:
-        return out.at[row_RC, state.sample_RC].set(value, mode="drop")
-
-    return dataclasses.replace(
-        state,
-        tokens_PGT=put(state.tokens_PGT, _unroll(state.tokens_RCT, state, config)),
-        logps_PGT=put(state.logps_PGT, _unroll(state.logps_RCT, state, config)),
-        length_PG=put(state.length_PG, state.length_RC),
-        finished_PG=put(state.finished_PG, state.finished_RC),
-    )
-
-
-def _unroll(ring_RCT: Array, state: EngineState, config: EngineConfig) -> Array:
-    """Ring order to token order: the slot's first token stands ``length`` columns back."""
-    T = config.max_completion_length
-    index_RCT = (state.step - state.length_RC[..., None] + jnp.arange(T)[None, None]) % T
-    return jnp.take_along_axis(ring_RCT, index_RCT, axis=2)
-
-
-def _take_rows(prefixes: Prefix, row_prompt_R: Array, num_shards: int) -> Prefix:
-    """The rows' prefixes; each row's prompt lies in its own shard, so nothing crosses shards."""
-    Q, P = num_shards, prefixes.length_P.shape[0]
-    local_QX = row_prompt_R.reshape(Q, -1) - jnp.arange(Q)[:, None] * (P // Q)
-
-    def take(x: Array, axis: int) -> Array:
-        """Index ``axis`` (prompts) within each shard."""
-        before, after = x.shape[:axis], x.shape[axis + 1 :]
-        shards = x.reshape(*before, Q, P // Q, *after)
-        rows = jax.vmap(lambda part, index: jnp.take(part, index, axis=axis), (axis, 0), axis)(shards, local_QX)
-        return rows.reshape(*before, -1, *after)
-
-    return Prefix(
-        kv=jax.tree.map(lambda x: take(x, 1), prefixes.kv),
-        mask_PS=take(prefixes.mask_PS, 0),
-        length_P=take(prefixes.length_P, 0),
-        hidden_PD=take(prefixes.hidden_PD, 0),
-    )
 
 
 def _collect(state: EngineState, prompt_PS: Array, prompt_mask_PS: Array, config: EngineConfig) -> Rollout:

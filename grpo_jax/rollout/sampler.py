@@ -10,8 +10,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from grpo_jax.mesh import GROUP_AXES, PROMPT_AXES, host_rows, to_every_host, to_host, to_mesh
-from grpo_jax.rollout.engine import EngineConfig, generate
+from grpo_jax.rollout.engine import generate
 from grpo_jax.rollout.sampling import SamplingParams
+from grpo_jax.rollout.state import EngineConfig
 from grpo_jax.rollout.stop import stop_table
 from grpo_jax.tasks.base import Completion, Example, plain_prompt
 from grpo_jax.tokenizer import Tokenizer, token_byte_table

@@ -86,8 +86,8 @@ class StepReport:
                 "the last checkpoint is intact: lower optimizer.learning_rate or optimizer.clip_norm"
             )
 
-    def metrics(self, compiled_programs: int) -> dict[str, float]:
-        """All metrics of the step, under their public names."""
+    def metrics(self, num_completions: int, compiled_programs: int) -> dict[str, float]:
+        """All metrics of the step, under their public names; ``num_completions`` is P * G of all hosts."""
         step = {STEP_METRICS[k]: float(v) for k, v in self.step_metrics.items() if k in STEP_METRICS}
         metrics = step | {name: float(value) for name, value in self.batch_metrics.items()}
         metrics["Policy/ClipFraction"] = metrics["Policy/ClipLow"] + metrics["Policy/ClipHigh"]
@@ -98,15 +98,10 @@ class StepReport:
         total = sum(self.seconds.values())
         metrics |= {f"Performance/{stage}Seconds": seconds for stage, seconds in self.seconds.items()}
         metrics["Performance/StepSeconds"] = total
-        tokens = metrics["Performance/CompletionLength"] * self._num_completions
+        tokens = metrics["Performance/CompletionLength"] * num_completions
         metrics["Performance/TokensPerSecond"] = tokens / total
         metrics["Performance/CompiledPrograms"] = compiled_programs
         return metrics
-
-    @property
-    def _num_completions(self) -> int:
-        """Completions of the batch over all hosts."""
-        return self.rewards_PG.size * jax.process_count()
 
     def write(
         self,
@@ -117,7 +112,7 @@ class StepReport:
         heldout: EvalReport | None,
     ) -> None:
         """Write the step to the log and show it."""
-        metrics = self.metrics(compiled_programs)
+        metrics = self.metrics(config.rollout.num_prompts * config.rollout.group_size, compiled_programs)
         if heldout is not None:
             metrics["Performance/HeldOut/SuccessRate"] = heldout.success_rate.value
             metrics["Performance/HeldOut/GreedyAccuracy"] = heldout.greedy_accuracy.value

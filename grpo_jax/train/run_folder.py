@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 
 from grpo_jax.checkpoint import config_differences
 from grpo_jax.config import Config, config_to_dict
-from grpo_jax.train.policy import CONFIG_FILE
+from grpo_jax.train.policy import CHECKPOINT_FOLDER, CONFIG_FILE
 
 EXPERIMENT_FILE = "experiment.py"
 
@@ -48,7 +48,7 @@ def open_run_folder(workdir: Path, config: Config, *, fresh: bool, experiment_fi
                 f"--workdir {workdir} is not empty and holds no run ({CONFIG_FILE} is missing): "
                 "name another folder"
             )
-        else:
+        elif (workdir / CHECKPOINT_FOLDER).is_dir():  # else the run failed before it had anything to lose
             _check_same_run(file, config, workdir)
     _barrier("checked")
     if jax.process_index() == 0:

@@ -32,7 +32,7 @@ from grpo_jax.optim.chain import learning_rate_schedule, make_optimizer
 from grpo_jax.rewards import RewardResult, RewardRunner, combine
 from grpo_jax.rollout.sampler import HostRollout, Sampler, encode_prompt, prompt_text
 from grpo_jax.rollout.sampling import SamplingParams
-from grpo_jax.tasks import make_task
+from grpo_jax.tasks import limited, make_task
 from grpo_jax.tasks.base import Completion, Example, Task, reward_columns
 from grpo_jax.tokenizer import Tokenizer
 from grpo_jax.train.batch import Metrics, make_batch
@@ -86,7 +86,7 @@ def build_policy(config: Config, task: Task | None = None) -> Policy:
     """
     mesh = make_mesh(config.mesh)
     check_batch_fits(config, mesh)
-    task = make_task(config) if task is None else task
+    task = make_task(config) if task is None else limited(task, config.task)
     model, params, tokenizer = load_model(config.model, task.tokenizer, seed=config.seed)
     task, dropped = _with_fitting_prompts(task, tokenizer, config)
     sampler = Sampler(

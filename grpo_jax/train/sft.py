@@ -43,7 +43,7 @@ def warm_start(
         on_step: called with the number of updates done and the last one's loss.
 
     Raises:
-        ValueError: no example has a demonstration, or one is longer than the completion limit.
+        ValueError: too few examples have a demonstration, or one is longer than the completion limit.
     """
     demonstrated = [example for example in examples if example.demonstration is not None]
     if not demonstrated:
@@ -52,6 +52,13 @@ def warm_start(
             "demonstrations: set warm_start.steps to 0"
         )
     settings = config.warm_start
+    if settings.batch_size > len(demonstrated):
+        raise ValueError(
+            f"warm_start.batch_size ({settings.batch_size}) must be at most the number of demonstrations that "
+            f"task {config.task.name!r} has ({len(demonstrated)})"
+        )
+    for example in demonstrated:  # before the first update, not when its turn comes
+        demonstration_ids(example, tokenizer, config.rollout.max_completion_length)
     optimizer = make_optimizer(
         OptimizerConfig(
             learning_rate=settings.learning_rate, schedule="cosine", warmup_steps=settings.steps // 10
@@ -92,24 +99,30 @@ def warm_start(
 def demonstration_arrays(
     examples: Sequence[Example], tokenizer: Tokenizer, config: Config
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """``(prompt_PS, prompt_mask_PS, ids_PT, mask_PT)``: the demonstration ends with the EOS id.
-
-    Raises:
-        ValueError: a demonstration is longer than the completion limit.
-    """
+    """``(prompt_PS, prompt_mask_PS, ids_PT, mask_PT)`` of a batch."""
     limit = config.rollout.max_completion_length
     prompts = [encode_prompt(tokenizer, example) for example in examples]
     ids_PT = np.full((len(examples), limit), tokenizer.pad_id, np.int32)
     mask_PT = np.zeros((len(examples), limit), bool)
     for row, example in enumerate(examples):
-        assert example.demonstration is not None, "filtered by the caller"
-        ids = [*tokenizer.encode(example.demonstration, bos=False), tokenizer.eos_ids[0]]
-        if len(ids) > limit:
-            raise ValueError(
-                f"a demonstration has {len(ids)} tokens, more than rollout.max_completion_length ({limit}): "
-                f"{example.demonstration[:80]!r}"
-            )
+        ids = demonstration_ids(example, tokenizer, limit)
         ids_PT[row, : len(ids)] = ids
         mask_PT[row, : len(ids)] = True
     prompt_PS, prompt_mask_PS = pad_left(prompts, config.rollout.max_prompt_length, tokenizer.pad_id)
     return prompt_PS, prompt_mask_PS, ids_PT, mask_PT
+
+
+def demonstration_ids(example: Example, tokenizer: Tokenizer, limit: int) -> list[int]:
+    """Token ids of an example's demonstration, the EOS id at the end.
+
+    Raises:
+        ValueError: there are more than ``limit``.
+    """
+    assert example.demonstration is not None, "filtered by the caller"
+    ids = [*tokenizer.encode(example.demonstration, bos=False), tokenizer.eos_ids[0]]
+    if len(ids) > limit:
+        raise ValueError(
+            f"a demonstration has {len(ids)} tokens, more than rollout.max_completion_length ({limit}): "
+            f"{example.demonstration[:80]!r}"
+        )
+    return ids

@@ -11,9 +11,10 @@ import pytest
 
 from grpo_jax.config import MeshConfig
 from grpo_jax.mesh import GROUP_AXES, PROMPT_AXES, make_mesh, partition_spec
-from grpo_jax.rollout.engine import EngineConfig, generate
+from grpo_jax.rollout.engine import generate
 from grpo_jax.rollout.sampler import pad_left
 from grpo_jax.rollout.sampling import SamplingParams, draw
+from grpo_jax.rollout.state import EngineConfig
 from grpo_jax.rollout.stop import stop_table
 from grpo_jax.types import Rollout
 from tests.rollout.counting_model import CountingModel, numpy_logits

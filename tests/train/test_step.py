@@ -25,9 +25,10 @@ from grpo_jax.mesh import GROUP_AXES, PROMPT_AXES, make_mesh, partition_spec, pl
 from grpo_jax.models.config import DecoderConfig
 from grpo_jax.models.decoder import Decoder, init_params, logical_axes
 from grpo_jax.optim.chain import make_optimizer
-from grpo_jax.rollout.engine import EngineConfig, generate
+from grpo_jax.rollout.engine import generate
 from grpo_jax.rollout.sampler import pad_left
 from grpo_jax.rollout.sampling import SamplingParams
+from grpo_jax.rollout.state import EngineConfig
 from grpo_jax.train.step import TrainStep
 from grpo_jax.types import Params, Rollout, TrainBatch, TrainState
 

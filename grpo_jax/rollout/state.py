@@ -1,0 +1,80 @@
+"""What a rollout is compiled for, and where it stands.
+
+Shapes: P prompts, G completions of a prompt, T completion tokens, R rows of C decoding slots, Q shards of the mesh
+that prompts are split over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from flax import struct
+
+from grpo_jax.rollout.sampling import SamplingParams
+from grpo_jax.types import Array, Prefix
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What a compiled rollout is specialised to."""
+
+    group_size: int
+    max_completion_length: int
+    vocab_size: int
+    """Ids that the tokenizer knows: no other is sampled."""
+    eos_ids: tuple[int, ...]
+    """Any of them ends a completion."""
+    pad_id: int
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    num_slots: int | None = None
+    """Completions decoded at a time; None: all."""
+    num_shards: int = 1
+    """Parts of the prompts with a queue of their own: the mesh's data * fsdp."""
+
+
+@struct.dataclass
+class EngineState:
+    """Where a rollout stands. All of it is on the device; the loop's only host value is the result."""
+
+    prefixes: Prefix
+    """Of all prompts of the batch."""
+    prefix: Prefix
+    """Of the prompt that each row works on."""
+    cache_kv: Any
+    step: Array
+    """Tokens decoded so far in each slot, dead ones included; the ring's next column is step mod T."""
+    row_prompt_R: Array
+    """The row's prompt: its index in the whole batch."""
+    next_sample_R: Array
+    """The next completion of the row's prompt that no slot has taken."""
+    next_prompt_Q: Array
+    """The shard's next prompt that no row has taken, counted within the shard."""
+    sample_RC: Array
+    """Which completion of its prompt a slot holds."""
+    length_RC: Array
+    """Tokens of that completion."""
+    alive_RC: Array
+    finished_RC: Array
+    """The slot's completion ended by itself."""
+    stop_RC: Array
+    """State of the stop-string automaton."""
+    token_RC: Array
+    tokens_RCT: Array
+    logps_RCT: Array
+    """What each slot has sampled, in ring order."""
+    tokens_PGT: Array
+    logps_PGT: Array
+    length_PG: Array
+    finished_PG: Array
+    """What has been taken out of slots that were refilled."""
+
+
+def slot_layout(num_prompts: int, config: EngineConfig) -> tuple[int, int]:
+    """Rows and slots a row: whole groups where the slots allow it, else one row a shard of a part of one."""
+    if config.num_slots is None or config.num_slots >= num_prompts * config.group_size:
+        return num_prompts, config.group_size
+    slots_per_row = min(config.group_size, config.num_slots // config.num_shards)
+    num_rows = config.num_slots // slots_per_row
+    assert num_rows % config.num_shards == 0 and num_prompts % config.num_shards == 0, (num_rows, config)
+    return num_rows, slots_per_row

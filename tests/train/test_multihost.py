@@ -1,0 +1,86 @@
+"""Two processes of four devices on one machine train as one process of eight does."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_jax.metrics import read_metrics
+from tests.train.conftest import FinishedRun
+
+STEPS = 2
+SAME_AS_ONE_PROCESS = (
+    "Training/Loss",
+    "Training/RewardMean",
+    "Training/RewardStd",
+    "Training/AdvantageNorm",
+    "Training/GradNorm",
+    "Training/RewardFailures/picky",
+    "Policy/Entropy",
+    "Performance/CompletionLength",
+)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def test_two_processes_train_as_one(finished: FinishedRun, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shared = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0",
+        "GRPO_JAX_COORDINATOR": f"127.0.0.1:{free_port()}",
+        "GRPO_JAX_NUM_PROCESSES": "2",
+    }
+    command = [sys.executable, "-W", "error", "-m", "grpo_jax", "train", str(finished.experiment)]
+    command += ["--workdir", str(run), "--train.steps", str(STEPS)]
+    processes = [
+        subprocess.Popen(
+            command,
+            env=shared | {"GRPO_JAX_PROCESS_ID": str(index)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=240) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], outputs
+
+    # Process 0 alone speaks and writes. Gloo announces its connections on either's standard output.
+    said = [[line for line in out.splitlines() if not line.startswith("[Gloo]")] for out, _ in outputs]
+    assert "The run is finished" in said[0][-1] and said[1] == []
+    assert len(list((run / "tensorboard").iterdir())) == 1
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["0", str(STEPS)]
+
+    ours, theirs = read_metrics(run / "metrics.jsonl"), read_metrics(finished.folder / "metrics.jsonl")
+    assert [record["step"] for record in ours] == [1, 2]
+    for one, several in zip(theirs[:STEPS], ours, strict=True):
+        for name in SAME_AS_ONE_PROCESS:
+            # Sums over devices in another order, in float32.
+            assert several[name] == pytest.approx(one[name], abs=1e-5), name
+        assert several["Policy/SamplerGapMax"] < 1e-4
+        assert several["Training/RewardFailures/belongs"] == 0
+
+    # completions.jsonl holds the first host's prompts: the first half of each batch.
+    lines = (finished.folder / "completions.jsonl").read_text().splitlines()
+    expected = [r for line in lines if (r := json.loads(line))["step"] <= STEPS]
+    expected = [r for step in (1, 2) for r in [r for r in expected if r["step"] == step][:16]]
+    got = [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
+    assert len(got) == len(expected) == 32
+    for record, other in zip(got, expected, strict=True):
+        assert record.pop("advantage") == pytest.approx(other.pop("advantage"), abs=1e-5)
+        assert record == other
