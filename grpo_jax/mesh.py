@@ -196,6 +196,13 @@ def host_rows(size: int, mesh: Mesh) -> slice:
     return slice(min(start for start, _, _ in spans), max(stop for _, stop, _ in spans))
 
 
+def sum_over_hosts(counts: np.ndarray) -> np.ndarray:
+    """The sum of the hosts' arrays, on every host."""
+    if jax.process_count() == 1:
+        return counts
+    return np.asarray(multihost_utils.process_allgather(counts)).sum(axis=0)
+
+
 def to_every_host(x: jax.Array) -> np.ndarray:
     """The whole of a global array, on every host."""
     if x.is_fully_addressable:

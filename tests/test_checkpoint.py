@@ -22,8 +22,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from orbax.checkpoint._src.path import atomicity
 
-from grpo_jax.checkpoint import Checkpointer, CheckpointError, config_differences
+from grpo_jax.checkpoint import Checkpointer, CheckpointError
 from grpo_jax.config import Config
+from grpo_jax.config.resume import config_differences
 from grpo_jax.types import TrainState
 
 HOST = {"key": [1, 4294967295], "data": {"epoch": 2, "position": 17}, "note": None, "rate": 0.1}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -43,12 +42,10 @@ def code_blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
 
 
-def plot_curves() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("plot_curves", ROOT / "experiments" / "plot_curves.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def plot_curves(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "experiments")
+    return importlib.import_module("plot_curves")
 
 
 def test_the_two_commands_are_what_ci_runs() -> None:
@@ -89,15 +86,17 @@ def test_paths_exist(document: str) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_options_exist(document: str) -> None:
+def test_options_exist(document: str, plot_curves: ModuleType) -> None:
     text = (ROOT / document).read_text()
     known = sections()
-    dotted = re.findall(r"--(\w+)\.([\w-]+)", text) + re.findall(rf"`({'|'.join(known)})\.(\w+)`", text)
+    dotted = re.findall(r"--(\w+)\.([\w-]+)", text)
+    # train.jsonl is a file.
+    dotted += re.findall(rf"`({'|'.join(known)})\.(?!jsonl)(\w+)`", text)
     wrong = [name for name in dotted if name[1].replace("-", "_") not in known.get(name[0], set())]
     assert not wrong, wrong
     if document == "README.md":
         assert len(dotted) > 20
-        commands = (Config, TrainOptions, EvalOptions, SampleOptions, ExportOptions, plot_curves().Options)
+        commands = (Config, TrainOptions, EvalOptions, SampleOptions, ExportOptions, plot_curves.Options)
         plain = {"help", *OTHERS_OPTIONS}.union(*(fields_of(command) for command in commands))
         options = {name.replace("-", "_") for name in re.findall(r"(?<![\w-])--([a-z][a-z-]*)(?![\w.-])", text)}
         assert options <= {name.replace("-", "_") for name in plain}
@@ -149,7 +148,7 @@ def test_the_example_makes_a_task_whose_reward_works(tmp_path: Path) -> None:
     assert [task.correct(text, example) for text in completions] == [True, False, False, False]
 
 
-def test_curves_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_curves_are_drawn(tmp_path: Path, plot_curves: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     for name, first in (("a", 0.25), ("b", 0.5)):
         records = [
             {"step": 1, "Performance/SuccessRate": first, "Policy/KL": None},
@@ -157,17 +156,16 @@ def test_curves_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ]
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    module = plot_curves()
-    runs = module.read_runs([tmp_path / "a", tmp_path / "b"], [])
-    figure = module.draw(runs, module.choose_metrics(runs, []))
+    runs = plot_curves.read_runs([tmp_path / "a", tmp_path / "b"], [])
+    figure = plot_curves.draw(runs, plot_curves.choose_metrics(runs, []))
     success, kl = figure.axes
     assert [list(line.get_ydata()) for line in success.get_lines()] == [[0.25, 0.75], [0.5, 0.75]]
     assert np.isnan(kl.get_lines()[0].get_ydata()[0])
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b"]
 
     picture = tmp_path / "new" / "curves.png"
-    assert module.main([str(tmp_path / "a"), "--metric", "Policy/KL", "--out", str(picture)]) == 0
+    assert plot_curves.main([str(tmp_path / "a"), "--metric", "Policy/KL", "--out", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert module.main([str(tmp_path / "a"), "--metric", "Policy/KLL", "--out", str(picture)]) == 2
+    assert plot_curves.main([str(tmp_path / "a"), "--metric", "Policy/KLL", "--out", str(picture)]) == 2
     assert "Policy/KL" in capsys.readouterr().err
-    assert module.main([str(tmp_path / "a"), "--labels", "x", "y"]) == 2
+    assert plot_curves.main([str(tmp_path / "a"), "--labels", "x", "y"]) == 2

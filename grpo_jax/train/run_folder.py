@@ -14,8 +14,8 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from grpo_jax.checkpoint import config_differences
 from grpo_jax.config import Config, config_to_dict
+from grpo_jax.config.resume import config_differences
 from grpo_jax.train.policy import CHECKPOINT_FOLDER, CONFIG_FILE
 
 EXPERIMENT_FILE = "experiment.py"

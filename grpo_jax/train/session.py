@@ -23,6 +23,7 @@ from grpo_jax.mesh import (
     make_mesh,
     place_params,
     shardings,
+    sum_over_hosts,
     to_host,
     to_mesh,
 )
@@ -227,13 +228,19 @@ class Session:
         )
 
     def reward(self, examples: Sequence[Example], completions: HostRollout) -> RewardResult:
-        """Run the reward functions on this host's completions."""
-        return self._reward(
+        """Run the reward functions on this host's completions; failures are counted over all hosts."""
+        result = self._reward(
             prompts=[prompt_text(example) for example in examples],
             completions=completions.texts,
             completion_ids=completions.token_ids,
             columns=reward_columns(examples),
         )
+        local = [completions.lengths_PG.size, *result.failures.values()]
+        seen, *failures = sum_over_hosts(np.array(local, np.int32)).tolist()
+        # Hosts that split weights alone hold the same completions.
+        copies = seen // (self.config.rollout.num_prompts * self.config.rollout.group_size)
+        counts = {name: failed // copies for name, failed in zip(result.failures, failures, strict=True)}
+        return dataclasses.replace(result, failures=counts)
 
     def judge(self, examples: Sequence[Example], completions: HostRollout) -> np.ndarray:
         """Whether each completion is right, ``[P, G]``."""

@@ -1,0 +1,113 @@
+"""The configuration of a run: frozen dataclasses that refuse a bad value before any work is done.
+
+Every field can be overridden on the command line (``--rollout.group-size 16``). What can be judged from
+the values alone is judged here; what needs the devices or the tokenizer is judged when the run is set up.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import Any
+
+from grpo_jax.config.checks import require, require_divides
+from grpo_jax.config.learning import ObjectiveConfig, OptimizerConfig, ReferenceConfig, WarmStartConfig
+from grpo_jax.config.policy import ModelConfig, RolloutConfig, TaskConfig
+from grpo_jax.config.run import CheckpointConfig, EvalConfig, LogConfig, MeshConfig, TrainConfig
+
+__all__ = [
+    "CheckpointConfig",
+    "Config",
+    "EvalConfig",
+    "LogConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "ObjectiveConfig",
+    "OptimizerConfig",
+    "ReferenceConfig",
+    "RolloutConfig",
+    "TaskConfig",
+    "TrainConfig",
+    "WarmStartConfig",
+    "config_from_dict",
+    "config_to_dict",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A run. An experiment file returns one from get_config()."""
+
+    experiment: str = "custom"
+    """Name of the experiment; the run's folder is named after it."""
+    seed: int = 0
+    """Seed of weights, data order and samples."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        group_size = self.rollout.group_size
+        if group_size < 2:
+            raise ValueError(
+                f"rollout.group_size must be at least 2 for objective.advantage="
+                f"{self.objective.advantage!r}, got {group_size}: a group of one has no mean to differ from"
+            )
+        require_divides(
+            "train.prompt_micro_batches",
+            self.train.prompt_micro_batches,
+            "rollout.num_prompts",
+            self.rollout.num_prompts,
+        )
+        require_divides(
+            "train.group_micro_batches",
+            self.train.group_micro_batches,
+            "rollout.group_size",
+            group_size,
+        )
+        if self.objective.beta == 0 and self.reference.update != "fixed":
+            warnings.warn(
+                f"reference.update={self.reference.update!r} has no effect: objective.beta is 0, "
+                "so there is no reference",
+                stacklevel=2,
+            )
+
+
+def config_to_dict(config: Config) -> dict[str, Any]:
+    """The config as nested dictionaries of JSON values."""
+    values: dict[str, Any] = json.loads(json.dumps(asdict(config)))
+    return values
+
+
+def config_from_dict(values: Mapping[str, Any]) -> Config:
+    """The config that :func:`config_to_dict` wrote.
+
+    Raises:
+        ValueError: an unknown field, or a value that the config refuses.
+    """
+    sections = {f.name: f.default_factory for f in fields(Config) if f.default_factory is not MISSING}
+    parts: dict[str, Any] = {}
+    for name, value in values.items():
+        section = sections.get(name)
+        if section is None:
+            parts[name] = value
+            continue
+        known = {f.name for f in fields(section)}  # type: ignore[arg-type]
+        for field_name in value:
+            require(field_name in known, f"{name}.{field_name}", value[field_name], "a field of the config")
+        # JSON has lists where the config has tuples.
+        parts[name] = section(**{k: tuple(v) if isinstance(v, list) else v for k, v in value.items()})
+    for name in parts:
+        require(name in {f.name for f in fields(Config)}, name, parts[name], "a field of the config")
+    return Config(**parts)

@@ -1,0 +1,127 @@
+"""What is optimized, and by which optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from grpo_jax.config.checks import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+    """The loss: independent choices that are composed (definitions: grpo_jax.algorithms)."""
+
+    advantage: Literal["group", "center", "leave_one_out"] = "group"
+    """How rewards become advantages within a group."""
+    advantage_eps: float = 1e-4
+    """Added to the group's standard deviation (advantage "group")."""
+    advantage_ddof: Literal[0, 1] = 1
+    """Degrees of freedom taken off in the group's standard deviation."""
+    surrogate: Literal["clip"] = "clip"
+    """The surrogate a token."""
+    ratio: Literal["token"] = "token"
+    """The importance ratio."""
+    clip_low: float = 0.2
+    """The ratio is clipped below 1 - clip_low."""
+    clip_high: float = 0.2
+    """The ratio is clipped above 1 + clip_high."""
+    aggregate: Literal["sequence_mean", "token_mean", "constant"] = "token_mean"
+    """How token losses become one number."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL divergence to the reference."""
+    beta: float = 0.0
+    """Weight of the KL term; 0 loads no reference model."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    importance: Literal["auto", "none", "token"] = "auto"
+    """Weights that correct for a sampler that differs from the policy: min(exp(old - sampler), cap) a
+    token. "auto": on where top-p, top-k or min-p truncate the distribution."""
+    importance_cap: float = 2.0
+    """Largest importance weight."""
+    truncated: Literal["keep", "mask"] = "keep"
+    """Completions cut off at the length limit: train on them, or mask them out of the whole loss."""
+    zero_spread: Literal["keep", "mask"] = "keep"
+    """Groups of equal rewards, whose advantages are 0: keep their KL term, or mask them out."""
+
+    def __post_init__(self) -> None:
+        require(self.advantage_eps >= 0, "objective.advantage_eps", self.advantage_eps, "at least 0")
+        require(0 <= self.clip_low <= 1, "objective.clip_low", self.clip_low, "in [0, 1]")
+        require(self.clip_high >= 0, "objective.clip_high", self.clip_high, "at least 0")
+        require(self.beta >= 0, "objective.beta", self.beta, "at least 0")
+        require(self.importance_cap > 0, "objective.importance_cap", self.importance_cap, "above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceConfig:
+    """How the reference policy moves (without effect when objective.beta is 0)."""
+
+    update: Literal["fixed", "sync", "polyak"] = "fixed"
+    """Never; a copy of the policy each sync_every steps; or a moving average of it."""
+    sync_every: int = 100
+    """Steps between copies (update "sync")."""
+    polyak_rate: float = 0.005
+    """ref <- (1 - rate) * ref + rate * policy after each step (update "polyak")."""
+
+    def __post_init__(self) -> None:
+        require(self.sync_every >= 1, "reference.sync_every", self.sync_every, "at least 1")
+        require(0 < self.polyak_rate <= 1, "reference.polyak_rate", self.polyak_rate, "in (0, 1]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The Optax chain: clip, precondition, decay, schedule."""
+
+    name: Literal["adamw", "lion", "adafactor", "sgd"] = "adamw"
+    """The preconditioner."""
+    learning_rate: float = 1e-6
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up."""
+    warmup_steps: int = 0
+    """Updates over which the learning rate rises linearly from 0."""
+    final_fraction: float = 0.0
+    """The learning rate ends at this fraction of its peak (schedules "linear" and "cosine")."""
+    b1: float = 0.9
+    """Decay of the first moment (momentum for "sgd")."""
+    b2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay, scaled by the learning rate."""
+    decay: Literal["matrices", "all"] = "matrices"
+    """What decays: matrices other than embeddings, or every parameter."""
+    clip_norm: float | None = 1.0
+    """Largest global norm of the gradient; None for no clipping."""
+    max_nonfinite: int = 5
+    """Updates in a row with a NaN or Inf gradient that are skipped before the run stops."""
+
+    def __post_init__(self) -> None:
+        require(self.learning_rate >= 0, "optimizer.learning_rate", self.learning_rate, "at least 0")
+        require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "at least 0")
+        require(0 <= self.final_fraction <= 1, "optimizer.final_fraction", self.final_fraction, "in [0, 1]")
+        require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "at least 0")
+        require(
+            self.clip_norm is None or self.clip_norm > 0,
+            "optimizer.clip_norm",
+            self.clip_norm,
+            "above 0, or None",
+        )
+        require(self.max_nonfinite >= 0, "optimizer.max_nonfinite", self.max_nonfinite, "at least 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStartConfig:
+    """A supervised start on the task's demonstrations, before GRPO."""
+
+    steps: int = 0
+    """Updates; 0 for none."""
+    batch_size: int = 128
+    """Demonstrations an update."""
+    learning_rate: float = 1e-3
+    """Peak learning rate of the warm start (linear warm-up over a tenth, then cosine to 0)."""
+
+    def __post_init__(self) -> None:
+        require(self.steps >= 0, "warm_start.steps", self.steps, "at least 0")
+        require(self.batch_size >= 1, "warm_start.batch_size", self.batch_size, "at least 1")
