@@ -4,8 +4,8 @@
 
 The data folder holds ``train.jsonl`` and ``test.jsonl`` as published (github.com/openai/grade-school-math).
 The values are where a person with one GPU of 24 to 80 GB would start: bfloat16 compute, whole layers
-recomputed in the backward pass, 16 prompts in 8 micro-batches. On 80 GB raise ``--rollout.num-prompts`` to 64 and keep
-two prompts a micro-batch. Nothing here has been tuned on a GPU.
+recomputed in the backward pass, 16 prompts in 8 micro-batches. On 80 GB raise ``--rollout.num-prompts`` to
+64 and keep two prompts a micro-batch. Nothing here has been tuned on a GPU.
 """
 
 from __future__ import annotations

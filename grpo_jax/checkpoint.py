@@ -33,6 +33,8 @@ from orbax.checkpoint.checkpoint_managers import (
 
 from grpo_jax.types import Params, TrainState
 
+_log = logging.getLogger(__name__)
+
 _TRASH = "deleting"
 _ABSENT = "absent"
 

@@ -10,8 +10,6 @@ from typing import Any
 RESUMABLE_CHANGES = ("experiment", "train.steps", "log.*", "eval.*", "checkpoint.*")
 """Config fields that a resumed run may change: they do not alter what it computes."""
 
-_log = logging.getLogger(__name__)
-
 _ABSENT = "absent"
 
 
