@@ -106,9 +106,9 @@ def grpo_loss(
         metrics["kl"] = masked_mean(kl_penalty(new_PGT, ref_PGT, estimator="k3"), mask_PGT)
     if entropy_PGT is not None:
         if entropy_coef != 0:
-            loss = loss - entropy_coef * aggregate_tokens(
-                entropy_PGT, mask_PGT, aggregate=aggregate, denominator=denominator
-            )
+            bonus = aggregate_tokens(entropy_PGT, mask_PGT, aggregate=aggregate, denominator=denominator)
+            metrics["entropy_loss"] = -entropy_coef * bonus
+            loss = loss + metrics["entropy_loss"]
         metrics["entropy"] = masked_mean(entropy_PGT, mask_PGT)
     return loss, {name: jax.lax.stop_gradient(value) for name, value in metrics.items()}
 

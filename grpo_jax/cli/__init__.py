@@ -85,6 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FloatingPointError as error:
         print(f"grpo-jax: the run was stopped: {error}", file=sys.stderr)
         return STOPPED
+    except BrokenPipeError:  # a reader such as `head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("GRPO_JAX_TRACEBACK", "0") not in ("", "0"):
             traceback.print_exc()

@@ -292,6 +292,7 @@ def conclude(progress: Progress, config: Config, workdir: Path, console: Console
             f"tensorboard --logdir {folder}",
         ],
     )
-    console.message(
-        f"The run is finished; the same command with --workdir {folder} and a larger --train.steps extends it."
-    )
+    extends = f"the same command with --workdir {folder} and a larger --train.steps extends it"
+    if config.optimizer.schedule != "constant":
+        extends = f"its {config.optimizer.schedule} schedule has ended, so a longer run needs another --workdir"
+    console.message(f"The run is finished; {extends}.")

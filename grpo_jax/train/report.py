@@ -22,6 +22,7 @@ STEP_METRICS = {
     "loss": "Training/Loss",
     "policy_loss": "Training/PolicyLoss",
     "kl_loss": "Training/KLLoss",
+    "entropy_loss": "Training/EntropyLoss",
     "kl": "Policy/KL",
     "entropy": "Policy/Entropy",
     "ratio_max": "Policy/RatioMax",
