@@ -143,11 +143,11 @@ def test_saved_config_with_unknown_or_bad_fields(values: dict[str, Any], message
         ),
         (
             lambda: Config(rollout=RolloutConfig(num_prompts=12), train=TrainConfig(prompt_micro_batches=5)),
-            "train.prompt_micro_batches (5) must divide rollout.num_prompts (12); the nearest that do are 4 and 6",
+            "train.prompt_micro_batches (5) must divide rollout.num_prompts (12); the nearest that do: 4 and 6",
         ),
         (
             lambda: Config(train=TrainConfig(group_micro_batches=32)),
-            "train.group_micro_batches (32) must divide rollout.group_size (16); the nearest that do are 8 and 16",
+            "train.group_micro_batches (32) must divide rollout.group_size (16); the nearest that do: 16",
         ),
     ],
 )

@@ -15,6 +15,5 @@ def require_divides(part: str, parts: int, whole: str, size: int) -> None:
         divisors = [d for d in range(1, size + 1) if size % d == 0]
         below = max((d for d in divisors if d < parts), default=1)
         above = min((d for d in divisors if d > parts), default=size)
-        raise ValueError(
-            f"{part} ({parts}) must divide {whole} ({size}); the nearest that do are {below} and {above}"
-        )
+        nearest = " and ".join(map(str, sorted({below, above})))
+        raise ValueError(f"{part} ({parts}) must divide {whole} ({size}); the nearest that do: {nearest}")

@@ -75,8 +75,11 @@ def train(
         FloatingPointError: gradients stayed NaN or infinite; the last checkpoint is intact.
     """
     is_first = jax.process_index() == 0
-    compiled = CompileCounter()
-    with Console(every=config.log.every, enabled=is_first) as console, Interruption() as interruption:
+    with (
+        Console(every=config.log.every, enabled=is_first) as console,
+        Interruption() as interruption,
+        CompileCounter() as compiled,
+    ):
         # ------------------------------------------------------------------------------------ set up
         console.stage(f"{config.experiment}: set up")
         moved = open_run_folder(workdir, config, fresh=fresh, experiment_file=experiment_file)
@@ -123,7 +126,8 @@ def run_steps(
         step = progress.done + 1
         # ---------------------------------------------------------------------------------- roll out
         examples = next(session.prompts)
-        rollout = session.roll_out(progress.state.params, examples, jax.random.fold_in(progress.key, step))
+        key = jax.random.fold_in(progress.key, step)
+        rollout = session.roll_out(progress.state.params, examples, key)
         if pending is not None:
             pending.wait(clock, config.optimizer.max_nonfinite)
             pending.write(log, console, config, compiled.count, heldout=None)
@@ -134,7 +138,7 @@ def run_steps(
         correct_PG = session.judge(examples, completions)
         seconds["Reward"] = clock.lap()
         # -------------------------------------------------------------------------------- advantages
-        batch, rewards_PG, batch_metrics = session.make_batch(rollout, rewards, correct_PG, step)
+        batch, rewards_PG, batch_metrics = session.make_batch(rollout, rewards, correct_PG, key)
         batch = session.add_logps(batch, progress.state)
         seconds["Score"] = clock.lap()
         # ------------------------------------------------------------------------------------ update

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -164,7 +165,15 @@ class CompileCounter:
 
     def __init__(self) -> None:
         self.count = 0
+
+    def __enter__(self) -> CompileCounter:
         jax.monitoring.register_event_duration_secs_listener(self._listen)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._listen)
 
     def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
         self.count += event == self.EVENT

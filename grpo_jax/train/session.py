@@ -252,7 +252,7 @@ class Session:
         )
 
     def make_batch(
-        self, rollout: Rollout, rewards: RewardResult, correct_PG: np.ndarray, step: int
+        self, rollout: Rollout, rewards: RewardResult, correct_PG: np.ndarray, key: Array
     ) -> tuple[TrainBatch, np.ndarray, Metrics]:
         """The batch to train on, the combined rewards, and the metrics of both."""
         rewards_PG = combine(rewards.rewards_PGK, self._weights)
@@ -262,7 +262,7 @@ class Session:
                 to_mesh(rewards.rewards_PGK.astype(np.float32), GROUP_AXES, self.mesh),
                 to_mesh(rewards_PG.astype(np.float32), GROUP_AXES, self.mesh),
                 to_mesh(correct_PG, GROUP_AXES, self.mesh),
-                jax.random.key(step),
+                key,
             )
         return batch, rewards_PG, metrics
 

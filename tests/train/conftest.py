@@ -63,7 +63,11 @@ def get_task(config):
     rewards = (*task.rewards, Reward("length", length), Reward("belongs", belongs, 0.0), Reward("picky", picky))
     # One letter more than the task needs makes a vocabulary that two devices can share.
     return dataclasses.replace(
-        task, train=task.train[:64], heldout=task.heldout[:8], rewards=rewards, tokenizer=CharTokenizer("0123456789>x")
+        task,
+        train=task.train[:64],
+        heldout=task.heldout[:8],
+        rewards=rewards,
+        tokenizer=CharTokenizer("0123456789>x"),
     )
 
 
@@ -95,7 +99,11 @@ def command(*arguments: str | Path) -> Ended:
     """Run the command line in this process, its output going into a pipe."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = main([str(argument) for argument in arguments])
+        try:
+            status = main([str(argument) for argument in arguments])
+        except SystemExit as stop:  # the parser's own end
+            assert isinstance(stop.code, int)
+            status = stop.code
     return Ended(status, out.getvalue(), err.getvalue())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from tests.train.conftest import FinishedRun, command
 
 def assert_refused(status: int, error: str, *expected: str) -> None:
     assert status == 2
+    # What an option's own section refuses is shown in a frame, which breaks lines.
+    error = " ".join(re.sub(r"[│╭╮╰╯─]|\x1b\[[0-9;]*m", " ", error).split())
     for part in expected:
         assert part in error, error
     assert "Traceback" not in error
@@ -42,7 +44,7 @@ def assert_refused(status: int, error: str, *expected: str) -> None:
         ("--rollout.temperature 0", ["rollout.temperature must be above 0 in training, got 0"]),
         (
             "--train.prompt-micro-batches 3",
-            ["train.prompt_micro_batches (3) must divide rollout.num_prompts (8)", "nearest that do are 2 and 4"],
+            ["train.prompt_micro_batches (3) must divide rollout.num_prompts (8)", "nearest that do: 2 and 4"],
         ),
         ("--train.group-micro-batches 3", ["train.group_micro_batches (3) must divide rollout.group_size (4)"]),
         ("--rollout.num-slots 6", ["rollout.num_slots (6) must be a multiple or a divisor", "group_size (4)"]),
@@ -53,7 +55,7 @@ def assert_refused(status: int, error: str, *expected: str) -> None:
         ),
         (
             "--train.prompt-micro-batches 2",
-            ["rollout.num_prompts (8)", "= 16", "the nearest that work: 16 and 32"],
+            ["rollout.num_prompts (8)", "= 16", "the nearest that work: 16"],
         ),
         ("--eval.batch-size 12", ["eval.batch_size (12)", "8 and 16"]),
         ("--mesh.data 3", ["mesh (data=3, fsdp=1, group=1, tensor=1) does not fit 8 devices"]),
@@ -76,7 +78,6 @@ def test_configs_that_cannot_run(
     run = tmp_path / "run"
     ended = command("train", finished.experiment, "--workdir", run, *arguments.split())
     assert_refused(ended.status, ended.err, *expected)
-    assert len(ended.err.splitlines()) == 1
     assert not (run / "checkpoints").exists() and not (run / "metrics.jsonl").exists()
 
 
@@ -129,13 +130,11 @@ def test_tokenizer_without_an_end_of_sequence(finished: FinishedRun, tmp_path: P
 
 
 def test_warm_start_without_demonstrations(finished: FinishedRun, tmp_path: Path) -> None:
-    problems = tmp_path / "problems.jsonl"
-    problems.write_text("".join(f'{{"prompt": "{n:06}>", "answer": "2"}}\n' for n in range(20)))
     experiment = tmp_path / "plain.py"
     experiment.write_text(
         finished.experiment.read_text().replace(
-            "task, train=task.train[:64]",
-            "task, train=[dataclasses.replace(e, demonstration=None) for e in task.train]",
+            "train=task.train[:64]",
+            "train=[dataclasses.replace(e, demonstration=None) for e in task.train]",
         )
     )
     ended = command("train", experiment, "--workdir", tmp_path / "run", "--warm-start.steps", "2")
@@ -242,4 +241,3 @@ def test_gradients_that_stay_nan_stop_the_run(
         assert np.isfinite(a).all()
         np.testing.assert_array_equal(a, b)
     checkpoints.close()
-    json.loads((run / "config.json").read_text())
