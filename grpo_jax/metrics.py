@@ -48,7 +48,7 @@ METRICS: dict[str, str] = {
     "Training/RewardStd": "Standard deviation of the combined reward over the batch",
     "Training/Reward/<name>/Mean": "Mean of this reward function over the completions it scored",
     "Training/Reward/<name>/Std": "Standard deviation of this reward function over the completions it scored",
-    "Training/RewardFailures/<name>": "Completions where this reward function failed: an error, or no finite number",
+    "Training/RewardFailures/<name>": "Completions where this reward function raised or gave no finite number",
     "Training/MissingRewards": "Share of completions without any reward",
     "Training/ZeroSpreadGroups": "Share of groups whose rewards are all equal",
     "Training/Epoch": "Passes over the training prompts so far",
