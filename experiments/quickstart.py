@@ -24,7 +24,7 @@ def get_config() -> Config:
     """The run that the README starts with."""
     return Config(
         experiment="quickstart",
-        model=ModelConfig(num_layers=4, width=192, ffn_width=512, num_heads=6, num_kv_heads=2),
+        model=ModelConfig(num_layers=3, width=192, ffn_width=512, num_heads=6, num_kv_heads=2),
         task=TaskConfig(name="sort"),
         warm_start=WarmStartConfig(steps=200, batch_size=128, learning_rate=1e-3),
         rollout=RolloutConfig(num_prompts=64, group_size=16, max_prompt_length=7, max_completion_length=7),

@@ -8,7 +8,9 @@ from typing import Any
 
 import grain
 import jax
+from jax.sharding import Mesh
 
+from grpo_jax.mesh import host_rows
 from grpo_jax.tasks.base import Example
 
 # As good as endless. Grain's own endless repeat overflows when batches of one are made of it.
@@ -91,3 +93,16 @@ class PromptStream(Iterator[list[Example]]):
 def _spread(seed: int) -> int:
     """A 32-bit seed; Grain adds the epoch to it, so neighbouring seeds would share all epochs but one."""
     return int.from_bytes(hashlib.sha256(f"prompts/{seed}".encode()).digest()[:4], "big")
+
+
+def host_stream(examples: Sequence[Example], *, num_prompts: int, seed: int, mesh: Mesh) -> PromptStream:
+    """The stream of this host's prompts: the rows of the batch that its devices hold."""
+    rows = host_rows(num_prompts, mesh)
+    size = rows.stop - rows.start
+    return PromptStream(
+        examples,
+        num_prompts=num_prompts,
+        seed=seed,
+        process_index=rows.start // size,
+        process_count=num_prompts // size,
+    )

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from grpo_jax.tasks.base import Completion, Example, Task
+from grpo_jax.tasks.base import Completion, Example, Task, verdict
 
 Interval = tuple[float, float]
 
@@ -170,9 +170,9 @@ def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> 
     _check_k(k, len(answers))
     votes = Counter(answer for answer in answers if answer is not None)
     verdicts: dict[str, bool] = {}
-    for answer, verdict in zip(answers, correct, strict=True):
+    for answer, right in zip(answers, correct, strict=True):
         if answer is not None:
-            verdicts.setdefault(answer, bool(verdict))
+            verdicts.setdefault(answer, bool(right))
     silent = len(answers) - votes.total()
     total = 0.0
     for answer, count in votes.items():
@@ -242,10 +242,10 @@ def _report(
     seed: int,
     ks: Sequence[int],
 ) -> EvalReport:
-    hits = sum(task.correct(one.text, example) for one, example in zip(greedy, examples, strict=True))
+    hits = sum(verdict(task, one.text, example) for one, example in zip(greedy, examples, strict=True))
     correct_Nn = np.array(
         [
-            [task.correct(sample.text, example) for sample in group]
+            [verdict(task, sample.text, example) for sample in group]
             for group, example in zip(sampled, examples, strict=True)
         ]
     )

@@ -82,7 +82,11 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
             f"does not fit {len(devices)} devices: the product must be {len(devices)} "
             "(one axis may be -1 and takes what the others leave)"
         )
-    return jax.make_mesh(tuple(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES), devices=devices)
+    # In the order of the hosts, so that each holds a contiguous block of prompts. jax.make_mesh would order by
+    # the interconnect's topology and interleave the hosts of a TPU pod.
+    ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
+    grid = np.array(ordered, dtype=object).reshape(sizes)
+    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def check_batch_fits(config: Config, mesh: Mesh) -> None:
@@ -126,14 +130,23 @@ def check_batch_fits(config: Config, mesh: Mesh) -> None:
                 f"the nearest that work: {' and '.join(map(str, nearest))}"
             )
     if rollout.num_slots is not None:
-        rows = max(rollout.num_slots // rollout.group_size, 1)
-        slots = min(rollout.num_slots, rollout.group_size)
-        if rows % data_shards or slots % mesh.shape["group"]:
+        rows, slots = slot_layout(rollout.num_prompts, rollout.group_size, rollout.num_slots, data_shards)
+        if slots == 0 or rows * slots != rollout.num_slots or rows % data_shards or slots % mesh.shape["group"]:
+            step = data_shards * rollout.group_size
+            nearest = max(round(rollout.num_slots / step), 1) * step
             raise ValueError(
                 f"rollout.num_slots ({rollout.num_slots}) makes {rows} rows of {slots} slots; rows must be a "
                 f"multiple of mesh.data * mesh.fsdp ({data_shards}) and slots of mesh.group "
-                f"({mesh.shape['group']})"
+                f"({mesh.shape['group']}): for example {nearest}"
             )
+
+
+def slot_layout(num_prompts: int, group_size: int, num_slots: int | None, num_shards: int) -> tuple[int, int]:
+    """Rows of decoding slots, and slots a row: whole groups, or a part of one where a shard has too few slots."""
+    if num_slots is None or num_slots >= num_prompts * group_size:
+        return num_prompts, group_size
+    slots_per_row = min(group_size, num_slots // num_shards)
+    return (num_slots // slots_per_row if slots_per_row else 0), slots_per_row
 
 
 def partition_spec(axes: Axes) -> PartitionSpec:

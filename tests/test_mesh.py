@@ -96,16 +96,16 @@ def make_config(**sections: Any) -> Config:
             "the nearest that work: 8",
         ),
         (
-            {"rollout": RolloutConfig(num_prompts=8, group_size=4, num_slots=8)},
+            {"rollout": RolloutConfig(num_prompts=8, group_size=4, num_slots=4)},
             {"data": 4, "group": 2},
-            "rollout.num_slots (8) makes 2 rows of 4 slots; rows must be a multiple of mesh.data * mesh.fsdp (4) "
-            "and slots of mesh.group (2)",
+            "rollout.num_slots (4) makes 4 rows of 1 slots; rows must be a multiple of mesh.data * mesh.fsdp (4) "
+            "and slots of mesh.group (2): for example 16",
         ),
         (
             {"rollout": RolloutConfig(num_prompts=8, group_size=4, num_slots=2)},
             {"data": 1, "group": 4, "tensor": 2},
             "rollout.num_slots (2) makes 1 rows of 2 slots; rows must be a multiple of mesh.data * mesh.fsdp (1) "
-            "and slots of mesh.group (4)",
+            "and slots of mesh.group (4): for example 4",
         ),
     ],
 )

@@ -58,6 +58,7 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
+        require(0 <= self.seed < 2**32, "seed", self.seed, "at least 0 and below 2**32")
         group_size = self.rollout.group_size
         if group_size < 2:
             raise ValueError(

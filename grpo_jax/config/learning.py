@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -49,6 +50,7 @@ class ObjectiveConfig:
         require(0 <= self.clip_low <= 1, "objective.clip_low", self.clip_low, "in [0, 1]")
         require(self.clip_high >= 0, "objective.clip_high", self.clip_high, "at least 0")
         require(self.beta >= 0, "objective.beta", self.beta, "at least 0")
+        require(math.isfinite(self.entropy_coef), "objective.entropy_coef", self.entropy_coef, "finite")
         require(self.importance_cap > 0, "objective.importance_cap", self.importance_cap, "above 0")
 
 
@@ -101,6 +103,9 @@ class OptimizerConfig:
         require(self.learning_rate >= 0, "optimizer.learning_rate", self.learning_rate, "at least 0")
         require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "at least 0")
         require(0 <= self.final_fraction <= 1, "optimizer.final_fraction", self.final_fraction, "in [0, 1]")
+        require(0 <= self.b1 < 1, "optimizer.b1", self.b1, "at least 0 and below 1")
+        require(0 <= self.b2 < 1, "optimizer.b2", self.b2, "at least 0 and below 1")
+        require(self.eps >= 0, "optimizer.eps", self.eps, "at least 0")
         require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "at least 0")
         require(
             self.clip_norm is None or self.clip_norm > 0,
@@ -125,3 +130,4 @@ class WarmStartConfig:
     def __post_init__(self) -> None:
         require(self.steps >= 0, "warm_start.steps", self.steps, "at least 0")
         require(self.batch_size >= 1, "warm_start.batch_size", self.batch_size, "at least 1")
+        require(self.learning_rate > 0, "warm_start.learning_rate", self.learning_rate, "above 0")

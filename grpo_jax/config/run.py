@@ -112,4 +112,7 @@ class LogConfig:
     def __post_init__(self) -> None:
         require(self.every >= 1, "log.every", self.every, "at least 1")
         require(self.table_every >= 0, "log.table_every", self.table_every, "at least 0")
+        require(
+            self.completions_per_step >= 0, "log.completions_per_step", self.completions_per_step, "at least 0"
+        )
         require(self.table_prompts >= 1, "log.table_prompts", self.table_prompts, "at least 1")

@@ -40,6 +40,27 @@ def learning_rate_schedule(config: OptimizerConfig, total_updates: int) -> optax
     return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup])
 
 
+def opt_state_shardings(
+    optimizer: optax.GradientTransformation, params: Params, param_shardings: Any, whole: Any
+) -> Any:
+    """Where the optimizer's state lies: arrays of a parameter's shape as the parameter, all else ``whole``.
+
+    Args:
+        optimizer: the transformation.
+        params: the parameters, or their shapes.
+        param_shardings: their shardings, in the same structure.
+        whole: the sharding that splits nothing.
+    """
+    return optax.tree.map_params(
+        optimizer,
+        lambda moment, param, sharding: sharding if moment.shape == param.shape else whole,
+        jax.eval_shape(optimizer.init, params),
+        params,
+        param_shardings,
+        transform_non_params=lambda _: whole,
+    )
+
+
 def nonfinite_counts(opt_state: Any) -> tuple[Array, Array]:
     """Updates skipped for a NaN or Inf gradient: ``(in a row, in all)``."""
     return opt_state.notfinite_count, opt_state.total_notfinite

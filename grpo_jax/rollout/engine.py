@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.algorithms.logprobs import scaled_logits
-from grpo_jax.mesh import GROUP_AXES, constrain
+from grpo_jax.mesh import GROUP_AXES, constrain, slot_layout
 from grpo_jax.rollout.refill import refill, take_rows
 from grpo_jax.rollout.sampling import draw, truncate
-from grpo_jax.rollout.state import EngineConfig, EngineState, slot_layout
+from grpo_jax.rollout.state import EngineConfig, EngineState
 from grpo_jax.types import Array, Cache, Model, Params, Rollout
 
 
@@ -63,8 +63,9 @@ def _start(
 ) -> EngineState:
     """Prefill every prompt, and give the first ones to the rows."""
     P, G, T = prompt_PS.shape[0], config.group_size, config.max_completion_length
-    R, C = slot_layout(P, config)
     Q = config.num_shards
+    R, C = slot_layout(P, G, config.num_slots, Q)
+    assert R % Q == P % Q == 0, (P, R, config)
     prefixes = model.prefill(params, prompt_PS, prompt_mask_PS)
     row_prompt_R = (jnp.arange(Q)[:, None] * (P // Q) + jnp.arange(R // Q)[None]).reshape(R)
     refills = R * C < P * G

@@ -126,6 +126,8 @@ class Sampler:
     ) -> list[list[Completion]]:
         """Completions of any number of examples, ``batch_size`` at a time (the last batch is filled up)."""
         completions: list[list[Completion]] = []
+        # No more rows than needed, but as many as the mesh can share.
+        batch_size = min(batch_size, -(-len(examples) // self.data_shards) * self.data_shards)
         mine = host_rows(batch_size, self.mesh)
         for start in range(0, len(examples), batch_size):
             batch = [encode_prompt(self.tokenizer, e) for e in examples[start : start + batch_size]]

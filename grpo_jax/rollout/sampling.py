@@ -102,6 +102,7 @@ def _invert(weights_NX: Array, uniforms_N: Array) -> tuple[Array, Array]:
     """The first index whose cumulative weight exceeds ``u * total``; one of weight 0 is never it."""
     cumulative_NX = jnp.cumsum(weights_NX, axis=-1)
     total_N = cumulative_NX[:, -1]
-    # u <= 1 - 2^-23, so that u * total < total even after rounding: the count stays below X.
-    below_NX = cumulative_NX <= (uniforms_N * total_N)[:, None]
-    return below_NX.sum(axis=-1).astype(jnp.int32), total_N
+    # u <= 1 - 2^-23, so that u * total < total even after rounding. A device may sum as a tree, whose rounding
+    # can rise at a weight of 0: hence the second condition.
+    above_NX = (cumulative_NX > (uniforms_N * total_N)[:, None]) & (weights_NX > 0)
+    return jnp.argmax(above_NX, axis=-1).astype(jnp.int32), total_N

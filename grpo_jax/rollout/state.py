@@ -68,13 +68,3 @@ class EngineState:
     length_PG: Array
     finished_PG: Array
     """What has been taken out of slots that were refilled."""
-
-
-def slot_layout(num_prompts: int, config: EngineConfig) -> tuple[int, int]:
-    """Rows and slots a row: whole groups where the slots allow it, else one row a shard of a part of one."""
-    if config.num_slots is None or config.num_slots >= num_prompts * config.group_size:
-        return num_prompts, config.group_size
-    slots_per_row = min(config.group_size, config.num_slots // config.num_shards)
-    num_rows = config.num_slots // slots_per_row
-    assert num_rows % config.num_shards == 0 and num_prompts % config.num_shards == 0, (num_rows, config)
-    return num_rows, slots_per_row

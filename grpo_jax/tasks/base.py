@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_jax.rewards import Reward
 from grpo_jax.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 Message = dict[str, str]
 """A turn of a conversation: its ``role`` and its ``content``."""
@@ -59,11 +62,20 @@ class Task:
     extract: Callable[[str], str | None]
     """The answer in a completion, in a form that can be compared, for majority votes; None: it gives none."""
     correct: Callable[[str, Example], bool]
-    """Whether a completion solves the example. Takes any text without raising."""
+    """Whether a completion solves the example. Any text may come."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion."""
     tokenizer: Tokenizer | None = None
     """The task's own, for models that start from random weights."""
+
+
+def verdict(task: Task, text: str, example: Example) -> bool:
+    """Whether a completion solves the example; False, with the traceback logged, where the task cannot tell."""
+    try:
+        return bool(task.correct(text, example))
+    except Exception:
+        _log.exception("task %r: correct() failed on %r, which counts as wrong", task.name, text[:200])
+        return False
 
 
 def plain_prompt(messages: Sequence[Message]) -> str:

@@ -42,7 +42,9 @@ def make_batch(
     objective = config.objective
     trained_PG = rewards_PG
     if config.train.shuffle_rewards:
-        trained_PG = jax.random.permutation(key, rewards_PG.reshape(-1)).reshape(rewards_PG.shape)
+        # Far from the indices of samples, which the rollout folds into this key.
+        shuffle_key = jax.random.fold_in(key, 2**31)
+        trained_PG = jax.random.permutation(shuffle_key, rewards_PG.reshape(-1)).reshape(rewards_PG.shape)
     advantages_PG = group_advantages(
         trained_PG,
         estimator=objective.advantage,

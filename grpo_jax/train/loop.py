@@ -50,6 +50,8 @@ class Progress:
     """The evaluation before the first step."""
     after: dict[str, Any] = field(default_factory=dict)
     """The latest evaluation."""
+    after_step: int = 0
+    """The step that it was made at."""
 
 
 def train(
@@ -94,11 +96,13 @@ def train(
             # -------------------------------------------------------------------- restore, or start
             new = checkpoints.latest_step() is None
             if new:
-                progress = begin(session, console, interruption)
-                save(progress, session, checkpoints, heldout=None)
+                progress, heldout = begin(session, console, interruption)
+                save(progress, session, checkpoints, heldout)
             else:
                 progress = resume(session, checkpoints)
                 console.message(f"going on from the checkpoint of step {progress.done}")
+                if progress.done >= config.train.steps and progress.after_step != progress.done:
+                    measure(progress, session, console, f"step {progress.done}: held-out")
             # ------------------------------------------------------------------------------- train
             with RunLog(workdir, resume_step=None if new else progress.done, enabled=is_first) as log:
                 run_steps(progress, session, checkpoints, log, console, interruption, compiled)
@@ -155,7 +159,7 @@ def run_steps(
             reward_names=session.reward_names,
             batch_metrics=batch_metrics,
             step_metrics=step_metrics,
-            learning_rate=session.learning_rate(step),
+            learning_rate=session.learning_rate,
             epoch=step * config.rollout.num_prompts / len(session.policy.task.train),
             seconds=seconds,
         )
@@ -175,7 +179,7 @@ def run_steps(
     console.stop()
 
 
-def begin(session: Session, console: Console, interruption: Interruption) -> Progress:
+def begin(session: Session, console: Console, interruption: Interruption) -> tuple[Progress, EvalReport]:
     """The supervised start, the state that follows from it, and the first evaluation."""
     config, policy = session.config, session.policy
     params = policy.params
@@ -185,21 +189,24 @@ def begin(session: Session, console: Console, interruption: Interruption) -> Pro
 
             def on_step(done: int, loss: float) -> None:
                 show(done, loss=loss)
-                if interruption.asked:
+                if interruption.agreed():
                     raise KeyboardInterrupt("stopped in the supervised start: there is no checkpoint yet")
 
             params = warm_start(
                 policy.model, params, policy.tokenizer, policy.task.train, config, policy.mesh, on_step
             )
     progress = Progress(state=session.initial_state(params), key=jax.random.key(config.seed))
-    measure(progress, session, console, "held-out problems before GRPO")
+    heldout = measure(progress, session, console, "held-out problems before GRPO")
     progress.before = progress.after
-    return progress
+    return progress, heldout
 
 
 def resume(session: Session, checkpoints: Checkpointer) -> Progress:
     """Everything as the last checkpoint has it."""
-    state, host = checkpoints.restore(session.abstract_state())
+    abstract = session.abstract_state()
+    for x in jax.tree.leaves(session.policy.params):  # make room: the checkpoint's take their place
+        x.delete()
+    state, host = checkpoints.restore(abstract)
     session.prompts.restore(host["prompts"])
     return Progress(
         state=state,
@@ -207,6 +214,7 @@ def resume(session: Session, checkpoints: Checkpointer) -> Progress:
         done=int(state.step),
         before=host["before"],
         after=host["after"],
+        after_step=host["after_step"],
     )
 
 
@@ -220,6 +228,7 @@ def save(progress: Progress, session: Session, checkpoints: Checkpointer, heldou
             "key": np.asarray(jax.random.key_data(progress.key)).tolist(),
             "before": progress.before,
             "after": progress.after,
+            "after_step": progress.after_step,
         },
         config=config_to_dict(session.config),
         metric=None if heldout is None else heldout.success_rate.value,
@@ -246,7 +255,7 @@ def measure(progress: Progress, session: Session, console: Console, label: str) 
         f"{label}: {100 * report.success_rate.value:.1f} % of samples right at temperature "
         f"{settings.temperature:g}, {100 * report.greedy_accuracy.value:.1f} % greedy"
     )
-    progress.after = report.to_json()
+    progress.after, progress.after_step = report.to_json(), progress.done
     return report
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -66,7 +67,8 @@ class StepReport:
     reward_names: list[str]
     batch_metrics: dict[str, jax.Array]
     step_metrics: dict[str, jax.Array]
-    learning_rate: float
+    learning_rate: Callable[[int, int], float]
+    """Of a step and the number of updates skipped so far."""
     epoch: float
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds a stage: Rollout, Reward, Score, Update."""
@@ -95,7 +97,8 @@ class StepReport:
         metrics["Policy/ClipFraction"] = metrics["Policy/ClipLow"] + metrics["Policy/ClipHigh"]
         for name, failures in self.rewards.failures.items():
             metrics[f"Training/RewardFailures/{name}"] = failures
-        metrics["Training/LearningRate"] = self.learning_rate
+        skipped = int(self.step_metrics["nonfinite_total"])
+        metrics["Training/LearningRate"] = self.learning_rate(self.step, skipped)
         metrics["Training/Epoch"] = self.epoch
         total = sum(self.seconds.values())
         metrics |= {f"Performance/{stage}Seconds": seconds for stage, seconds in self.seconds.items()}

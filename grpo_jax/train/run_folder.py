@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -50,14 +49,15 @@ def open_run_folder(workdir: Path, config: Config, *, fresh: bool, experiment_fi
             )
         elif (workdir / CHECKPOINT_FOLDER).is_dir():  # else the run failed before it had anything to lose
             _check_same_run(file, config, workdir)
+    experiment = None if experiment_file is None else experiment_file.read_text()
     _barrier("checked")
     if jax.process_index() == 0:
         if moved is not None:
             workdir.rename(moved)
         workdir.mkdir(parents=True, exist_ok=True)
         write_beside(file, json.dumps(config_to_dict(config), indent=1) + "\n")
-        if experiment_file is not None and experiment_file.resolve() != (workdir / EXPERIMENT_FILE).resolve():
-            shutil.copyfile(experiment_file, workdir / EXPERIMENT_FILE)
+        if experiment is not None:
+            write_beside(workdir / EXPERIMENT_FILE, experiment)
     _barrier("opened")
     return moved
 
@@ -107,6 +107,7 @@ class Interruption:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
+        os.write(2, b"\nstopping and saving after this step; Ctrl-C again stops at once\n")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -11,15 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.config import Config
-from grpo_jax.data import PromptStream
+from grpo_jax.data import host_stream
 from grpo_jax.mesh import (
     GROUP_AXES,
     check_batch_fits,
-    host_rows,
     make_mesh,
     place_params,
     shardings,
@@ -29,12 +27,12 @@ from grpo_jax.mesh import (
 )
 from grpo_jax.models import load_model
 from grpo_jax.models.decoder import Decoder, logical_axes
-from grpo_jax.optim.chain import learning_rate_schedule, make_optimizer
+from grpo_jax.optim.chain import learning_rate_schedule, make_optimizer, opt_state_shardings
 from grpo_jax.rewards import RewardResult, RewardRunner, combine
 from grpo_jax.rollout.sampler import HostRollout, Sampler, encode_prompt, prompt_text
 from grpo_jax.rollout.sampling import SamplingParams
 from grpo_jax.tasks import limited, make_task
-from grpo_jax.tasks.base import Completion, Example, Task, reward_columns
+from grpo_jax.tasks.base import Completion, Example, Task, reward_columns, verdict
 from grpo_jax.tokenizer import Tokenizer
 from grpo_jax.train.batch import Metrics, make_batch
 from grpo_jax.train.step import TrainStep
@@ -156,34 +154,22 @@ class Session:
         self.step = TrainStep(policy.model, self.optimizer, config, policy.tokenizer.vocab_size)
         whole = NamedSharding(self.mesh, PartitionSpec())
         self.state_shardings = self._state_shardings()
-        self._update = jax.jit(self.step, donate_argnums=0, out_shardings=(self.state_shardings, whole))
+        self._update = jax.jit(self.step.train_step, donate_argnums=0, out_shardings=(self.state_shardings, whole))
         self._score = jax.jit(self.step.score)
         self.reward_names = [reward.name for reward in policy.task.rewards]
         self._make_batch = jax.jit(functools.partial(make_batch, config=config, reward_names=self.reward_names))
         self._reward = RewardRunner(policy.task.rewards)
         self._weights = np.array([reward.weight for reward in policy.task.rewards])
         self._schedule = learning_rate_schedule(config.optimizer, total_updates)
-        rows = host_rows(config.rollout.num_prompts, self.mesh)
-        size = rows.stop - rows.start
-        self.prompts = PromptStream(
-            policy.task.train,
-            num_prompts=config.rollout.num_prompts,
-            seed=config.seed,
-            process_index=rows.start // size,
-            process_count=config.rollout.num_prompts // size,
+        self.prompts = host_stream(
+            policy.task.train, num_prompts=config.rollout.num_prompts, seed=config.seed, mesh=self.mesh
         )
 
     def _state_shardings(self) -> Any:
-        """Optimizer moments lie as their parameters do; what else there is lies whole on every device."""
+        """Policy, reference and moments lie as the model's axes say; the rest lies whole on every device."""
         whole = NamedSharding(self.mesh, PartitionSpec())
         params = shardings(logical_axes(self.policy.model.config), self.mesh)
-        opt_state = optax.tree.map_params(
-            self.optimizer,
-            lambda _, sharding: sharding,
-            jax.eval_shape(self.optimizer.init, self.policy.params),
-            params,
-            transform_non_params=lambda _: whole,
-        )
+        opt_state = opt_state_shardings(self.optimizer, self.policy.params, params, whole)
         has_reference = self.config.objective.beta > 0
         return TrainState(
             params=params,
@@ -193,7 +179,7 @@ class Session:
         )
 
     def initial_state(self, params: Params) -> TrainState:
-        """The state before the first step: fresh moments, and the reference a copy of the policy."""
+        """The state before the first step: fresh moments, a reference like the policy; ``params`` are donated."""
 
         def build(params: Params) -> TrainState:
             return TrainState(
@@ -204,7 +190,7 @@ class Session:
                 step=jnp.int32(0),
             )
 
-        return jax.jit(build, out_shardings=self.state_shardings)(params)
+        return jax.jit(build, out_shardings=self.state_shardings, donate_argnums=0)(params)
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, to restore a checkpoint into."""
@@ -246,7 +232,7 @@ class Session:
         """Whether each completion is right, ``[P, G]``."""
         return np.array(
             [
-                [self.policy.task.correct(text, example) for text in group]
+                [verdict(self.policy.task, text, example) for text in group]
                 for example, group in zip(examples, completions.texts, strict=True)
             ]
         )
@@ -278,9 +264,9 @@ class Session:
         with jax.set_mesh(self.mesh):
             return self._update(state, batch)
 
-    def learning_rate(self, step: int) -> float:
-        """The learning rate of the last update of a step (counted from 1)."""
-        return float(self._schedule(step * self.config.train.updates_per_batch - 1))
+    def learning_rate(self, step: int, skipped: int) -> float:
+        """The learning rate of the last update of a step (counted from 1); skipped updates don't advance it."""
+        return float(self._schedule(max(step * self.config.train.updates_per_batch - 1 - skipped, 0)))
 
     def to_host(self, x_PG: Array) -> np.ndarray:
         """This host's rows of an array of the batch."""

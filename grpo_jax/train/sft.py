@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.algorithms.objectives import masked_mean
 from grpo_jax.config import Config, OptimizerConfig
-from grpo_jax.data import PromptStream
+from grpo_jax.data import host_stream
 from grpo_jax.mesh import PROMPT_AXES, to_mesh
-from grpo_jax.optim.chain import make_optimizer
+from grpo_jax.optim.chain import make_optimizer, opt_state_shardings
 from grpo_jax.rollout.sampler import encode_prompt, pad_left
 from grpo_jax.tasks.base import Example
 from grpo_jax.tokenizer import Tokenizer
@@ -84,14 +85,22 @@ def warm_start(
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    compiled = jax.jit(update, donate_argnums=(0, 1))
-    stream = PromptStream(demonstrated, num_prompts=settings.batch_size, seed=config.seed)
+    whole = NamedSharding(mesh, PartitionSpec())
+    placed = jax.tree.map(lambda x: x.sharding, params)
+    moments = opt_state_shardings(optimizer, params, placed, whole)
+    compiled = jax.jit(update, donate_argnums=(0, 1), out_shardings=(placed, moments, whole))
+    stream = host_stream(demonstrated, num_prompts=settings.batch_size, seed=config.seed, mesh=mesh)
     with jax.set_mesh(mesh):
-        opt_state = jax.jit(optimizer.init)(params)
+        opt_state = jax.jit(optimizer.init, out_shardings=moments)(params)
         for step in range(settings.steps):
             arrays = demonstration_arrays(next(stream), tokenizer, config)
             batch = [to_mesh(x, PROMPT_AXES, mesh) for x in arrays]
             params, opt_state, loss = compiled(params, opt_state, *batch)
+            if not math.isfinite(loss):
+                raise FloatingPointError(
+                    f"supervised start, update {step + 1}: the loss is {float(loss)}; lower "
+                    f"warm_start.learning_rate ({settings.learning_rate})"
+                )
             on_step(step + 1, float(loss))
     return params
 

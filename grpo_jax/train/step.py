@@ -6,6 +6,7 @@ prompts, N parts of each group, U updates of a batch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,7 @@ class TrainStep:
     vocab_size: int
     """Ids that the tokenizer knows."""
 
-    def __call__(self, state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
+    def train_step(self, state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
         """All optimizer updates of one batch, then the reference's own; to be compiled, ``state`` donated."""
         objective, train = self.config.objective, self.config.train
         # The denominators of the whole batch: micro-batches only sum.
@@ -45,8 +46,7 @@ class TrainStep:
             max_completion_length=self.config.rollout.max_completion_length,
         )
 
-        def loss_fn(params: Params, part: TrainBatch) -> tuple[Array, Metrics]:
-            return self.loss(params, part, denominator)
+        loss_fn = functools.partial(self.loss_fn, denominator=denominator)
 
         def update(carry: tuple[Params, Any], _: None) -> tuple[tuple[Params, Any], Metrics]:
             params, opt_state = carry
@@ -69,7 +69,7 @@ class TrainStep:
             ref_params = move_reference(state.ref_params, params, step, self.config.reference)
         return TrainState(params=params, ref_params=ref_params, opt_state=opt_state, step=step), metrics
 
-    def loss(self, params: Params, part: TrainBatch, denominator: Array) -> tuple[Array, Metrics]:
+    def loss_fn(self, params: Params, part: TrainBatch, *, denominator: Array) -> tuple[Array, Metrics]:
         """The objective on a part of a batch, whose parts' losses and gradients sum to the whole's."""
         objective = self.config.objective
         logps_PGT, entropy_PGT = self.logps(params, part)

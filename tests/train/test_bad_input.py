@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import re
 import shutil
 from pathlib import Path
@@ -48,7 +49,7 @@ def assert_refused(status: int, error: str, *expected: str) -> None:
         ),
         ("--train.group-micro-batches 3", ["train.group_micro_batches (3) must divide rollout.group_size (4)"]),
         ("--rollout.num-slots 6", ["rollout.num_slots (6) must be a multiple or a divisor", "group_size (4)"]),
-        ("--rollout.num-slots 16", ["rollout.num_slots (16) makes 4 rows", "mesh.data * mesh.fsdp (8)"]),
+        ("--rollout.num-slots 4", ["rollout.num_slots (4) makes 0 rows", "mesh.data * mesh.fsdp (8)"]),
         (
             "--rollout.num-prompts 12",
             ["rollout.num_prompts (12) must be a multiple of", "the nearest that work: 8 and 16"],
@@ -216,9 +217,11 @@ def test_gradients_that_stay_nan_stop_the_run(
 ) -> None:
     make_batch = Session.make_batch
 
-    def spoiled_from_3(self: Session, rollout: Any, rewards: Any, correct: Any, step: int) -> Any:
-        batch, rewards_PG, metrics = make_batch(self, rollout, rewards, correct, step)
-        if step >= 3:
+    steps = itertools.count(1)
+
+    def spoiled_from_3(self: Session, *args: Any) -> Any:
+        batch, rewards_PG, metrics = make_batch(self, *args)
+        if next(steps) >= 3:
             batch = batch.replace(advantages_PG=batch.advantages_PG * jnp.nan)
         return batch, rewards_PG, metrics
 
@@ -236,7 +239,7 @@ def test_gradients_that_stay_nan_stop_the_run(
     assert records[3]["Training/Loss"] is None  # NaN in JSON
     # Skipped updates leave the weights as they were: every checkpoint is a good one.
     checkpoints = Checkpointer(run / "checkpoints", keep=1, keep_best=0)
-    assert checkpoints.steps() == [2, 4]
+    assert checkpoints.steps() == [0, 2, 4]  # the first is the best so far
     for a, b in zip(*(jax.tree.leaves(checkpoints.restore_params(step)) for step in (2, 4)), strict=True):
         assert np.isfinite(a).all()
         np.testing.assert_array_equal(a, b)

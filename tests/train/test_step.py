@@ -129,7 +129,7 @@ def test_sampler_and_trainer_agree_on_unchanged_weights(temperature: float) -> N
     gap = np.abs(np.where(sample.completion_mask_PGT, logps_PGT - sample.sampler_logps_PGT, 0))
     # The required bound is 1e-4; float32 sums of this size differ by a few 1e-6.
     assert gap.max() < 2e-5
-    _, metrics = jax.jit(make_step(config))(start(config), batch_of(sample))
+    _, metrics = jax.jit(make_step(config).train_step)(start(config), batch_of(sample))
     assert float(metrics["sampler_gap_max"]) < 2e-5
     assert float(metrics["ratio_max"]) == float(metrics["ratio_min"]) == 1.0
 
@@ -143,10 +143,10 @@ def test_importance_weights_undo_a_truncated_sampler() -> None:
     mask = np.asarray(sample.completion_mask_PGT)
     weights = np.exp(np.asarray(logps_PGT - sample.sampler_logps_PGT))[mask]
     assert (weights > 0.6 - 1e-4).all() and (weights < 1 + 1e-4).all() and weights.min() < 0.95
-    _, metrics = jax.jit(step)(start(config), batch_of(sample))
+    _, metrics = jax.jit(step.train_step)(start(config), batch_of(sample))
     assert abs(float(metrics["importance"]) - weights.mean()) < 1e-5
     off = dataclasses.replace(config, objective=ObjectiveConfig(importance="none"))
-    _, without = jax.jit(make_step(off))(start(off), batch_of(sample))
+    _, without = jax.jit(make_step(off).train_step)(start(off), batch_of(sample))
     assert "importance" not in without and abs(float(without["loss"] - metrics["loss"])) > 1e-3
 
 
@@ -156,9 +156,9 @@ def test_micro_batches_leave_the_update_unchanged(aggregate: str, prompt_parts: 
     config = make_config(aggregate=aggregate, beta=0.1, entropy_coef=0.01)
     ref_logps = rollout().sampler_logps_PGT - 0.2
     batch = batch_of(rollout(), ref_logps_PGT=ref_logps)
-    whole, metrics = jax.jit(make_step(config))(start(config), batch)
+    whole, metrics = jax.jit(make_step(config).train_step)(start(config), batch)
     split = with_train(config, prompt_micro_batches=prompt_parts, group_micro_batches=group_parts)
-    parts, parts_metrics = jax.jit(make_step(split))(start(split), batch)
+    parts, parts_metrics = jax.jit(make_step(split).train_step)(start(split), batch)
     # Gradients of up to 0.3, summed in another order in float32.
     assert_trees_close(whole.params, parts.params, atol=2e-6)
     assert metrics.keys() == parts_metrics.keys()
@@ -179,7 +179,7 @@ def test_micro_batches_leave_the_update_unchanged(aggregate: str, prompt_parts: 
 )
 def test_devices_leave_the_update_unchanged(mesh_config: MeshConfig) -> None:
     config = with_train(make_config(), prompt_micro_batches=2)
-    expected, metrics = jax.jit(make_step(config))(start(config), batch_of(rollout()))
+    expected, metrics = jax.jit(make_step(config).train_step)(start(config), batch_of(rollout()))
     sizes = dataclasses.astuple(mesh_config)
     mesh = make_mesh(mesh_config, jax.devices()[: int(np.prod(sizes))])
 
@@ -190,7 +190,7 @@ def test_devices_leave_the_update_unchanged(mesh_config: MeshConfig) -> None:
     batch = jax.tree.map_with_path(place, batch_of(rollout()))
     weights = place_params(params(), logical_axes(DECODER), mesh)
     with jax.set_mesh(mesh):
-        result, mesh_metrics = jax.jit(make_step(config))(start(config, weights), batch)
+        result, mesh_metrics = jax.jit(make_step(config).train_step)(start(config, weights), batch)
     assert_trees_close(expected.params, result.params, atol=2e-6)  # as for micro-batches
     np.testing.assert_allclose(metrics["loss"], mesh_metrics["loss"], rtol=1e-4)
 
@@ -219,7 +219,7 @@ def test_the_step_is_the_written_out_update() -> None:
 
     grads = jax.jit(jax.grad(plain))(params())
     expected = jax.tree.map(lambda weight, grad: weight - grad, params(), grads)
-    result, metrics = jax.jit(make_step(config))(start(config), batch)
+    result, metrics = jax.jit(make_step(config).train_step)(start(config), batch)
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-4)
     assert_trees_close(expected, result.params, atol=2e-6)  # as for micro-batches
 
@@ -228,7 +228,7 @@ def test_several_updates_of_a_batch_use_its_old_policy() -> None:
     config = with_train(make_config(), updates_per_batch=3)
     step = make_step(config)
     old = jax.jit(step.score)(params(), batch_of(rollout()))
-    state, metrics = jax.jit(step)(start(config), batch_of(rollout(), old_logps_PGT=old))
+    state, metrics = jax.jit(step.train_step)(start(config), batch_of(rollout(), old_logps_PGT=old))
     assert int(state.step) == 1 and int(optax.tree.get(state.opt_state, "count")) == 3
     assert float(metrics["ratio_max"]) > 1.0001, "from the second update on the policy differs from the old one"
     assert float(metrics["sampler_gap_max"]) < 2e-5, "the gap is measured before the first update"
@@ -247,7 +247,7 @@ def test_the_reference_moves_as_configured(update: str) -> None:
         make_config(beta=0.1),
         reference=ReferenceConfig(update=update, sync_every=2, polyak_rate=0.25),  # type: ignore[arg-type]
     )
-    step = jax.jit(make_step(config))
+    step = jax.jit(make_step(config).train_step)
     state = start(config)
     batch = batch_of(rollout(), ref_logps_PGT=rollout().sampler_logps_PGT)
     first, _ = step(state, batch)
@@ -278,14 +278,14 @@ def test_a_step_against_a_reference_lowers_the_kl() -> None:
     state = start(config)
     kls = []
     for _ in range(5):
-        state, metrics = jax.jit(step)(state, batch)
+        state, metrics = jax.jit(step.train_step)(state, batch)
         kls.append(float(metrics["kl"]))
     assert kls == sorted(kls, reverse=True) and kls[-1] < 0.95 * kls[0]
 
 
 def test_non_finite_gradients_are_skipped_and_counted() -> None:
     config = make_config()
-    step = jax.jit(make_step(config))
+    step = jax.jit(make_step(config).train_step)
     state = start(config)
     bad = batch_of(rollout(), advantages_PG=jnp.full((P, G), jnp.inf))
     after_bad, metrics = step(state, bad)
@@ -298,7 +298,7 @@ def test_non_finite_gradients_are_skipped_and_counted() -> None:
 
 def test_equal_rewards_leave_the_weights_alone() -> None:
     config = make_config()
-    state, metrics = jax.jit(make_step(config))(
+    state, metrics = jax.jit(make_step(config).train_step)(
         start(config), batch_of(rollout(), advantages_PG=jnp.zeros((P, G)))
     )
     assert float(metrics["grad_norm"]) == 0.0
