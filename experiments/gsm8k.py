@@ -6,6 +6,15 @@ The data folder holds ``train.jsonl`` and ``test.jsonl`` as published (github.co
 The values are where a person with one GPU of 24 to 80 GB would start: bfloat16 compute, whole layers
 recomputed in the backward pass, 16 prompts in 8 micro-batches. On 80 GB raise ``--rollout.num-prompts`` to
 64 and keep two prompts a micro-batch. Nothing here has been tuned on a GPU.
+
+That the path works on real prompts was checked with SmolLM2-135M-Instruct on 2 CPU cores (Python 3.12, seed 0,
+2026-12-01; three updates of 2 prompts x 4 completions of up to 128 tokens, about 70 s a step on a busy machine;
+one completion of the 24 was right, held-out accuracy stayed 0 %)::
+
+    grpo-jax train experiments/gsm8k.py --model.path SmolLM2-135M-Instruct.Q4_1.gguf --task.path data/gsm8k
+        --model.compute-dtype float32 --rollout.num-prompts 2 --rollout.group-size 4
+        --rollout.max-completion-length 128 --train.prompt-micro-batches 2 --train.steps 3
+        --eval.num-problems 2 --eval.batch-size 2
 """
 
 from __future__ import annotations
