@@ -30,8 +30,8 @@ def get_config() -> Config:
         rollout=RolloutConfig(num_prompts=64, group_size=16, max_prompt_length=7, max_completion_length=7),
         objective=ObjectiveConfig(advantage="group", aggregate="token_mean", beta=0.001),
         optimizer=OptimizerConfig(learning_rate=3e-4, schedule="cosine", final_fraction=0.1, warmup_steps=3),
-        train=TrainConfig(steps=80),
+        train=TrainConfig(steps=100),
         eval=EvalConfig(num_problems=512, samples=4, batch_size=128),
-        checkpoint=CheckpointConfig(every=40),
+        checkpoint=CheckpointConfig(every=50),
         log=LogConfig(table_every=20),
     )

