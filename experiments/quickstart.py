@@ -1,6 +1,29 @@
 """Sort six digits: imitation has learnt a habit, the reward unlearns it.
 
-grpo-jax train experiments/quickstart.py
+    grpo-jax train experiments/quickstart.py
+
+Three in four demonstrations of the supervised start sort the wrong way round, and the model imitates them; GRPO
+rewards the right answer alone. Measured on 2026-12-01 on 2 cores of an Intel Xeon, Python 3.12 and JAX 0.12.0:
+3.2 minutes for the whole command (3.4 on Python 3.11 with JAX 0.10.2). Held-out problems, 512 of them, no
+permutation of a training problem:
+
+| run | options | samples right at temperature 1 | right greedy |
+|---|---|---|---|
+| seed0 |  | 23.6 % -> 97.4 % | 1.4 % -> 100.0 % |
+| seed1 | `--seed 1` | 21.3 % -> 97.0 % | 1.0 % -> 100.0 % |
+| seed2 | `--seed 2` | 20.5 % -> 97.3 % | 1.0 % -> 100.0 % |
+| shuffled | `--train.shuffle-rewards` | 23.6 % -> 0.0 % | 1.4 % -> 0.0 % |
+| lr0 | `--optimizer.learning-rate 0` | 23.6 % -> 23.6 % | 1.4 % -> 1.4 % |
+
+Success on the training samples, means of ten steps each::
+
+    seed0     0.62 0.81 0.85 0.92 0.91 0.95 0.95 0.96 0.97 0.97
+    seed1     0.61 0.76 0.87 0.88 0.92 0.93 0.94 0.96 0.96 0.97
+    seed2     0.57 0.77 0.86 0.90 0.92 0.94 0.94 0.96 0.96 0.97
+    shuffled  0.09 0.00 0.00 0.00 0.00 0.00 0.00 0.00 0.00 0.00
+    lr0       0.24 0.23 0.22 0.22 0.23 0.22 0.22 0.22 0.22 0.22
+
+On Python 3.11 seed 0 went from 24.0 % to 97.0 % of samples, and from 1.0 % to 99.8 % greedy.
 """
 
 from __future__ import annotations
