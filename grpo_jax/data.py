@@ -71,6 +71,12 @@ class PromptStream(Iterator[list[Example]]):
         batch: list[Example] = next(self._batches)
         return batch
 
+    @property
+    def epoch(self) -> float:
+        """Passes over all examples so far."""
+        batches: int = self._batches.get_state()["next_index"]
+        return batches * self._identity["num_prompts"] / self._identity["num_examples"]
+
     def position(self) -> dict[str, Any]:
         """Where the stream stands, as JSON values, the same on all hosts."""
         return {"next_batch": self._batches.get_state()["next_index"], **self._identity}

@@ -98,6 +98,10 @@ class Model(Protocol):
         ...
 
 
+PROMPT_FIELDS = ("prompt_PS", "prompt_mask_PS")
+"""Fields of a rollout and of a batch that are one row a prompt; the others are ``[P, G, ...]``."""
+
+
 @struct.dataclass
 class Rollout:
     """P prompts and G sampled completions of each."""
@@ -132,6 +136,10 @@ class TrainBatch:
     """float32; the policy at the start of this batch's updates; None for one update a batch."""
     ref_logps_PGT: Array | None
     """float32; the reference policy; None when beta is 0."""
+    policy_mask_PGT: Array | None = None
+    """bool; tokens whose surrogate counts (those of largest entropy in the batch); None for all."""
+    selected_PGT: Array | None = None
+    """bool; tokens of largest covariance in the batch; None where the surrogate has no use for them."""
 
 
 @struct.dataclass

@@ -17,8 +17,9 @@ import pytest
 
 import grpo_jax
 import grpo_jax.config
+from grpo_jax.algorithms.presets import PRESETS, apply_preset
 from grpo_jax.cli import main
-from grpo_jax.cli.options import EvalOptions, SampleOptions, TrainOptions
+from grpo_jax.cli.options import EvalOptions, PresetsOptions, SampleOptions, TrainOptions
 from grpo_jax.config import Config
 
 EXPERIMENT = """
@@ -157,6 +158,103 @@ def test_interrupted_run_exits_130(experiment: Path, trained: Trained) -> None:
     assert main(["train", str(experiment)]) == 130
 
 
+# Presets
+
+
+SHORT = """
+from grpo_jax.config import Config, ObjectiveConfig, RolloutConfig
+
+def get_config():
+    objective = ObjectiveConfig(entropy_coef=0.5, clip_low=0.1)
+    rollout = RolloutConfig(num_prompts=8, group_size=4, max_completion_length=100)
+    return Config(experiment="short", seed=7, rollout=rollout, objective=objective)
+"""
+
+
+@pytest.fixture
+def short(tmp_path: Path) -> Path:
+    """An experiment with an objective of its own."""
+    path = tmp_path / "short.py"
+    path.write_text(SHORT)
+    return path
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_preset_is_what_its_printed_options_are(
+    experiment: Path, trained: Trained, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    # Long enough for every preset's own lengths.
+    length = ["--rollout.max-completion-length", "20480"]
+    assert main(["train", str(experiment), "--preset", name, *length]) == 0
+    assert f"preset {name} ({PRESETS[name].source})" in capsys.readouterr().out
+    options = [word for option in PRESETS[name].options() for word in option.split()]
+    assert main(["train", str(experiment), *options, *length]) == 0
+    with_preset, with_options = (call["config"] for call in trained.calls)
+    assert with_preset == with_options
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--preset", "dapo", "--objective.beta", "0.01", "--rollout.group-size", "6"],
+        ["--objective.beta", "0.01", "--rollout.group-size", "6", "--preset=dapo"],
+        ["--preset", "rloo", "--objective.beta", "0.01", "--preset", "dapo", "--rollout.group-size", "6"],
+    ],
+)
+def test_single_fields_come_after_the_preset_and_it_after_the_experiment(
+    short: Path, trained: Trained, arguments: list[str]
+) -> None:
+    assert main(["train", *arguments, str(short)]) == 0
+    config = trained.config
+    expected = dataclasses.replace(PRESETS["dapo"].objective, beta=0.01, overlong_cache=20, overlong_length=None)
+    assert config.objective == expected
+    rollout = config.rollout
+    assert (rollout.group_size, rollout.extra_rollouts, rollout.num_prompts) == (6, 9, 8)
+    assert config.optimizer.learning_rate == 1e-6 and config.seed == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], (None, 20)),
+        (["--rollout.max-completion-length", "50"], (None, 10)),
+        (["--rollout.max-completion-length", "30000"], (20480, 4096)),
+        (["--rollout.max-completion-length", "50", "--objective.overlong-cache", "7"], (None, 7)),
+        (["--objective.overlong-length", "90"], (90, 20)),
+    ],
+)
+def test_the_overlong_penalty_follows_the_length_given(
+    short: Path, trained: Trained, arguments: list[str], expected: tuple[int | None, int]
+) -> None:
+    assert main(["train", str(short), "--preset", "dapo", *arguments]) == 0
+    objective = trained.config.objective
+    assert (objective.overlong_length, objective.overlong_cache) == expected
+
+
+def test_no_preset(short: Path, trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(short), "--preset", "None"]) == 0
+    assert trained.config.objective.entropy_coef == 0.5
+    assert "preset" not in capsys.readouterr().out
+
+
+def test_a_preset_in_an_experiment_file(experiment: Path, trained: Trained) -> None:
+    source = EXPERIMENT.replace("return Config(", "return apply_preset(Config(").rstrip() + ', "gspo")\n'
+    experiment.write_text("from grpo_jax.algorithms.presets import apply_preset" + source)
+    assert main(["train", str(experiment)]) == 0
+    assert trained.config.objective == PRESETS["gspo"].objective
+    assert trained.config == apply_preset(trained.config, "gspo")
+
+
+@pytest.mark.parametrize("command", [["presets"], ["train", "EXPERIMENT", "--preset"]])
+def test_an_unknown_preset_is_one_line(
+    experiment: Path, trained: Trained, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    arguments = [str(experiment) if word == "EXPERIMENT" else word for word in command]
+    assert main([*arguments, "dr-grpo"]) == 2
+    assert capsys.readouterr().err == "grpo-jax: error: no preset 'dr-grpo'; did you mean 'dr_grpo'?\n"
+    assert not trained.calls
+
+
 # Mistakes
 
 
@@ -266,7 +364,7 @@ def _field_docstrings(cls: type) -> dict[str, str]:
     return docs
 
 
-@pytest.mark.parametrize("cls", [*_config_classes(), TrainOptions, EvalOptions, SampleOptions])
+@pytest.mark.parametrize("cls", [*_config_classes(), TrainOptions, EvalOptions, SampleOptions, PresetsOptions])
 def test_every_field_has_a_docstring(cls: type) -> None:
     assert cls.__doc__
     docs = _field_docstrings(cls)
@@ -302,7 +400,9 @@ def test_train_help_explains_every_field_with_the_experiments_defaults(
     assert "G, completions a prompt. (default: 4)" in text
 
 
-@pytest.mark.parametrize(("command", "options"), [("eval", EvalOptions), ("sample", SampleOptions)])
+@pytest.mark.parametrize(
+    ("command", "options"), [("eval", EvalOptions), ("sample", SampleOptions), ("presets", PresetsOptions)]
+)
 def test_help_of_commands(command: str, options: type, capsys: pytest.CaptureFixture[str]) -> None:
     assert _exit_status([command, "--help"]) == 0
     text = _words(capsys.readouterr().out)
@@ -319,13 +419,13 @@ def test_help_without_an_experiment(capsys: pytest.CaptureFixture[str]) -> None:
 def test_overview(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 0
     text = capsys.readouterr().out
-    for command in ("train", "eval", "sample"):
+    for command in ("train", "eval", "sample", "export", "presets"):
         assert f"grpo-jax {command} " in text
 
 
 def test_help_and_version_load_no_jax() -> None:
     program = (
-        "import sys, grpo_jax.cli as cli; cli.main([]); cli.main(['--version']); "
+        "import sys, grpo_jax.cli as cli; cli.main([]); cli.main(['presets']); cli.main(['--version']); "
         "print(sorted({'jax', 'flax', 'numpy', 'transformers'} & set(sys.modules)))"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

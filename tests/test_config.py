@@ -97,12 +97,6 @@ def test_saved_config_with_unknown_or_bad_fields(values: dict[str, Any], message
             )
             for slots in (0, 4, 9, 30)
         ),
-        (lambda: ObjectiveConfig(advantage_eps=-1.0), "objective.advantage_eps must be at least 0, got -1.0"),
-        (lambda: ObjectiveConfig(clip_low=1.5), "objective.clip_low must be in [0, 1], got 1.5"),
-        (lambda: ObjectiveConfig(clip_high=-0.1), "objective.clip_high must be at least 0, got -0.1"),
-        (lambda: ObjectiveConfig(beta=-0.1), "objective.beta must be at least 0, got -0.1"),
-        (lambda: ObjectiveConfig(beta=math.nan), "objective.beta must be at least 0, got nan"),
-        (lambda: ObjectiveConfig(importance_cap=0.0), "objective.importance_cap must be above 0, got 0.0"),
         (lambda: ReferenceConfig(sync_every=0), "reference.sync_every must be at least 1, got 0"),
         (lambda: ReferenceConfig(polyak_rate=0.0), "reference.polyak_rate must be in (0, 1], got 0.0"),
         (lambda: OptimizerConfig(learning_rate=-1.0), "optimizer.learning_rate must be at least 0, got -1.0"),

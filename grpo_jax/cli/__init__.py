@@ -1,4 +1,4 @@
-"""The command line: ``grpo-jax train | eval | sample | export``.
+"""The command line: ``grpo-jax train | eval | sample | export | presets``.
 
 JAX is imported only once the arguments have been read, so that help and mistakes are answered at once.
 """
@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import grpo_jax
 from grpo_jax.cli.experiment import load_experiment
-from grpo_jax.cli.options import EvalOptions, ExportOptions, SampleOptions, TrainOptions, parse, take_experiment
+from grpo_jax.cli.options import EvalOptions, ExportOptions, SampleOptions, parse, parse_train, take_experiment
+from grpo_jax.cli.presets import announce_preset, run_presets
 from grpo_jax.config import Config
 from grpo_jax.console import Console, printable
 
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
     from grpo_jax.train.policy import Policy
 
 OVERVIEW = """\
-usage: grpo-jax {train,eval,sample,export} ...
+usage: grpo-jax {train,eval,sample,export,presets} ...
 
 Group relative policy optimization of language models.
 
-  grpo-jax train EXPERIMENT.py [--workdir DIR] [--SECTION.FIELD VALUE ...]
+  grpo-jax train EXPERIMENT.py [--workdir DIR] [--preset NAME] [--SECTION.FIELD VALUE ...]
       Train. Every field of the experiment's config can be overridden; the same command with
       --workdir goes on from the last checkpoint.
   grpo-jax eval RUN [--checkpoint latest|best|STEP] [--json FILE]
@@ -42,6 +43,8 @@ Group relative policy optimization of language models.
       Talk to a run's checkpoint.
   grpo-jax export RUN FOLDER
       Write a checkpoint as a Hugging Face folder.
+  grpo-jax presets [NAME]
+      Print the published recipes that --preset knows, with their papers.
 
 examples:
   grpo-jax train experiments/quickstart.py
@@ -97,7 +100,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(name: str) -> Callable[[list[str]], int]:
-    commands = {"train": run_train, "eval": run_eval, "sample": run_sample, "export": run_export}
+    commands = {
+        "train": run_train,
+        "eval": run_eval,
+        "sample": run_sample,
+        "export": run_export,
+        "presets": run_presets,
+    }
     if name not in commands:
         near = difflib.get_close_matches(name, commands, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "see grpo-jax --help"
@@ -109,11 +118,8 @@ def run_train(arguments: list[str]) -> int:
     """``grpo-jax train``: 130 where the run was interrupted and saved, else 0."""
     path, rest = take_experiment(arguments)
     experiment = None if path is None else load_experiment(path)
-    options = parse(
-        TrainOptions,
-        rest,
-        prog=f"grpo-jax train {path or 'EXPERIMENT.py'}",
-        default=TrainOptions(config=experiment.config if experiment else Config()),
+    options = parse_train(
+        experiment.config if experiment else Config(), rest, prog=f"grpo-jax train {path or 'EXPERIMENT.py'}"
     )
     if experiment is None:
         raise ValueError(
@@ -128,6 +134,8 @@ def run_train(arguments: list[str]) -> int:
     from grpo_jax.mesh import initialize_distributed
 
     initialize_distributed()
+    if options.preset is not None:
+        announce_preset(options.preset)
     task = experiment.make_task(config)
     from grpo_jax.train.loop import train
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import tyro
 
+from grpo_jax.algorithms.presets import apply_preset
 from grpo_jax.config import Config
 
 T = TypeVar("T")
@@ -23,7 +25,18 @@ class TrainOptions:
     runs/EXPERIMENT-DATE-TIME."""
     fresh: bool = False
     """Start from the beginning in a workdir that holds a run already."""
+    preset: str | None = None
+    """Begin with a published recipe: its objective, and what else it names, replace the experiment's; options of
+    single fields override it. `grpo-jax presets` lists them."""
     config: Annotated[Config, tyro.conf.arg(name="")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PresetsOptions:
+    """Print the published recipes that `grpo-jax train --preset NAME` knows, or one of them in full."""
+
+    name: tyro.conf.Positional[str | None] = None
+    """The recipe to print. None: all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +122,38 @@ def parse(options: type[T], arguments: Sequence[str], *, prog: str, default: T |
     if default is None:
         return tyro.cli(options, args=arguments, prog=prog)
     return tyro.cli(options, args=arguments, prog=prog, default=default)
+
+
+def parse_train(experiment: Config, arguments: Sequence[str], *, prog: str) -> TrainOptions:
+    """The options of ``train``: the experiment's config, then the preset, then what is given field by field.
+
+    Raises:
+        ValueError: an unknown preset, or values that are refused.
+    """
+
+    def read(config: Config) -> TrainOptions:
+        return parse(TrainOptions, arguments, prog=prog, default=TrainOptions(config=config))
+
+    name = _named_preset(arguments)
+    if name is None:
+        return read(experiment)
+    options = read(apply_preset(experiment, name))
+    length = options.config.rollout.max_completion_length
+    if length == experiment.rollout.max_completion_length:
+        return options
+    # The preset's overlong penalty follows the limit of lengths, which an option has changed.
+    rollout = replace(experiment.rollout, max_completion_length=length)
+    return read(apply_preset(replace(experiment, rollout=rollout), name))
+
+
+def _named_preset(arguments: Sequence[str]) -> str | None:
+    """What the last --preset names; None where there is none. A missing value is the parser's to refuse."""
+    found = None
+    for argument, following in pairwise([*arguments, None]):
+        flag, equals, value = (argument or "").partition("=")
+        if flag == "--preset":
+            found = value if equals else following
+    return None if found == "None" else found
 
 
 def take_experiment(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:

@@ -13,7 +13,8 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 from grpo_jax.config.checks import require, require_divides
-from grpo_jax.config.learning import ObjectiveConfig, OptimizerConfig, ReferenceConfig, WarmStartConfig
+from grpo_jax.config.learning import OptimizerConfig, ReferenceConfig, WarmStartConfig
+from grpo_jax.config.objective import ObjectiveConfig
 from grpo_jax.config.policy import ModelConfig, RolloutConfig, TaskConfig
 from grpo_jax.config.run import CheckpointConfig, EvalConfig, LogConfig, MeshConfig, TrainConfig
 
@@ -60,7 +61,7 @@ class Config:
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**32, "seed", self.seed, "at least 0 and below 2**32")
         group_size = self.rollout.group_size
-        if group_size < 2:
+        if self.objective.needs_group and group_size < 2:
             raise ValueError(
                 f"rollout.group_size must be at least 2 for objective.advantage="
                 f"{self.objective.advantage!r}, got {group_size}: a group of one has no mean to differ from"
@@ -77,12 +78,28 @@ class Config:
             "rollout.group_size",
             group_size,
         )
-        if self.objective.beta == 0 and self.reference.update != "fixed":
-            warnings.warn(
+        for message in self._without_effect():
+            # At the caller of the dataclass's generated __init__.
+            warnings.warn(message, stacklevel=3)
+
+    def _without_effect(self) -> list[str]:
+        """A sentence for each setting that was changed and does nothing, seen over several sections."""
+        objective, length = self.objective, self.rollout.max_completion_length
+        idle = []
+        if objective.beta == 0 and self.reference.update != "fixed":
+            idle.append(
                 f"reference.update={self.reference.update!r} has no effect: objective.beta is 0, "
-                "so there is no reference",
-                stacklevel=2,
+                "so there is no reference"
             )
+        if self.rollout.extra_rollouts == 0 and self.rollout.spread_of != "correct":
+            idle.append(f"rollout.spread_of={self.rollout.spread_of!r} has no effect: rollout.extra_rollouts is 0")
+        unpunished = (objective.overlong_length or length) - objective.overlong_cache
+        if objective.overlong_cache > 0 and unpunished >= length:
+            idle.append(
+                f"objective.overlong_cache={objective.overlong_cache} has no effect: lengths up to {unpunished} "
+                f"(overlong_length - overlong_cache) are free, and rollout.max_completion_length is {length}"
+            )
+        return idle
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:

@@ -1,57 +1,11 @@
-"""What is optimized, and by which optimizer."""
+"""By which optimizer, from which start, and against which reference."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 from grpo_jax.config.checks import require
-
-
-@dataclass(frozen=True, kw_only=True)
-class ObjectiveConfig:
-    """The loss: independent choices that are composed (definitions: grpo_jax.algorithms)."""
-
-    advantage: Literal["group", "center", "leave_one_out"] = "group"
-    """How rewards become advantages within a group."""
-    advantage_eps: float = 1e-4
-    """Added to the group's standard deviation (advantage "group")."""
-    advantage_ddof: Literal[0, 1] = 1
-    """Degrees of freedom taken off in the group's standard deviation."""
-    surrogate: Literal["clip"] = "clip"
-    """The surrogate a token."""
-    ratio: Literal["token"] = "token"
-    """The importance ratio."""
-    clip_low: float = 0.2
-    """The ratio is clipped below 1 - clip_low."""
-    clip_high: float = 0.2
-    """The ratio is clipped above 1 + clip_high."""
-    aggregate: Literal["sequence_mean", "token_mean", "constant"] = "token_mean"
-    """How token losses become one number."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL divergence to the reference."""
-    beta: float = 0.0
-    """Weight of the KL term; 0 loads no reference model."""
-    entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
-    importance: Literal["auto", "none", "token"] = "auto"
-    """Weights that correct for a sampler that differs from the policy: min(exp(old - sampler), cap) a
-    token. "auto": on where top-p, top-k or min-p truncate the distribution."""
-    importance_cap: float = 2.0
-    """Largest importance weight."""
-    truncated: Literal["keep", "mask"] = "keep"
-    """Completions cut off at the length limit: train on them, or mask them out of the whole loss."""
-    zero_spread: Literal["keep", "mask"] = "keep"
-    """Groups of equal rewards, whose advantages are 0: keep their KL term, or mask them out."""
-
-    def __post_init__(self) -> None:
-        require(self.advantage_eps >= 0, "objective.advantage_eps", self.advantage_eps, "at least 0")
-        require(0 <= self.clip_low <= 1, "objective.clip_low", self.clip_low, "in [0, 1]")
-        require(self.clip_high >= 0, "objective.clip_high", self.clip_high, "at least 0")
-        require(self.beta >= 0, "objective.beta", self.beta, "at least 0")
-        require(math.isfinite(self.entropy_coef), "objective.entropy_coef", self.entropy_coef, "finite")
-        require(self.importance_cap > 0, "objective.importance_cap", self.importance_cap, "above 0")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,6 +92,11 @@ class RolloutConfig:
     """Keep tokens at least this many times as probable as the best one; 0 keeps all."""
     num_slots: int | None = None
     """Completions decoded at a time; finished ones make room for pending ones. None: all P * G."""
+    extra_rollouts: int = 0
+    """Dynamic sampling: rollouts a step, at most, that replace groups without spread by others of new prompts.
+    Groups that are still without spread then stay (objective.zero_spread says what becomes of them)."""
+    spread_of: Literal["correct", "rewards"] = "correct"
+    """Spread of what: the task's verdict on each completion, or its combined reward before any shaping."""
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "group_size", "max_prompt_length", "max_completion_length"):
@@ -102,6 +107,7 @@ class RolloutConfig:
                 f"rollout.temperature must be above 0 in training, got {self.temperature}: greedy samples "
                 "of a group are all equal and teach nothing (evaluation has a greedy mode)"
             )
+        require(self.extra_rollouts >= 0, "rollout.extra_rollouts", self.extra_rollouts, "at least 0")
         require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "in (0, 1]")
         require(self.top_k >= 0, "rollout.top_k", self.top_k, "at least 0 (0 keeps all)")
         require(0 <= self.min_p < 1, "rollout.min_p", self.min_p, "in [0, 1)")

@@ -4,6 +4,6 @@ One file a family: ``exact`` (the answer as text), ``number`` (the answer as a n
 """
 
 from grpo_jax.rewards.base import Reward, RewardFn
-from grpo_jax.rewards.runner import RewardResult, RewardRunner, combine
+from grpo_jax.rewards.runner import RewardResult, RewardRunner
 
-__all__ = ["Reward", "RewardFn", "RewardResult", "RewardRunner", "combine"]
+__all__ = ["Reward", "RewardFn", "RewardResult", "RewardRunner"]

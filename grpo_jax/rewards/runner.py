@@ -121,22 +121,6 @@ class RewardRunner:
         _log.warning("reward function %r %s (said once)", reward.name, what, exc_info=error)
 
 
-def combine(rewards_PGK: np.ndarray, weights_K: Sequence[float] | np.ndarray) -> np.ndarray:
-    """The weighted sum ``[P, G]`` (float32) of the rewards that are present; NaN only if all are missing.
-
-    Raises:
-        ValueError: the number of weights is not K.
-    """
-    weights = np.asarray(weights_K, np.float64)
-    if weights.shape != rewards_PGK.shape[-1:]:
-        raise ValueError(
-            f"weights must be one a reward function: got {weights.size} for {rewards_PGK.shape[-1]} functions"
-        )
-    missing_PGK = np.isnan(rewards_PGK)
-    total_PG = (np.where(missing_PGK, 0.0, rewards_PGK) * weights[None, None, :]).sum(axis=-1)
-    return np.where(missing_PGK.all(axis=-1), np.nan, total_PG).astype(np.float32)
-
-
 def _checked(name: str, result: Any, size: int) -> list[float]:
     """A function's result as floats: NaN for None, infinity for what float32 cannot hold."""
     if not isinstance(result, (list, tuple, np.ndarray)):

@@ -22,6 +22,7 @@ from grpo_jax.tasks.base import Task
 from grpo_jax.train.policy import CHECKPOINT_FOLDER
 from grpo_jax.train.report import CompileCounter, StageClock, StepReport
 from grpo_jax.train.run_folder import Interruption, open_run_folder
+from grpo_jax.train.sample import judge_rollout, replace_groups
 from grpo_jax.train.session import Session, build_policy
 from grpo_jax.train.sft import warm_start
 from grpo_jax.types import TrainState
@@ -138,12 +139,15 @@ def run_steps(
         completions = session.policy.sampler.to_host(rollout)
         seconds = {"Rollout": clock.lap()}
         # ------------------------------------------------------------------------------------ reward
-        rewards = session.reward(examples, completions)
-        correct_PG = session.judge(examples, completions)
+        sample = judge_rollout(session, examples, rollout, completions)
         seconds["Reward"] = clock.lap()
+        sample, extra_rollouts = replace_groups(session, sample, progress.state.params, key)
+        seconds["Rollout"] += clock.lap()
         # -------------------------------------------------------------------------------- advantages
-        batch, rewards_PG, batch_metrics = session.make_batch(rollout, rewards, correct_PG, key)
-        batch = session.add_logps(batch, progress.state)
+        old_PGT, ref_PGT = session.score(sample.rollout, progress.state)
+        batch, rewards_PG, batch_metrics = session.make_batch(
+            sample.rollout, sample.rewards, sample.correct_PG, old_PGT, ref_PGT, key
+        )
         seconds["Score"] = clock.lap()
         # ------------------------------------------------------------------------------------ update
         progress.state, step_metrics = session.update(progress.state, batch)
@@ -151,16 +155,14 @@ def run_steps(
         # --------------------------------------------------------------------------------------- log
         pending = StepReport(
             step=step,
-            examples=examples,
-            completions=completions,
-            rewards=rewards,
-            rewards_PG=rewards_PG,
+            sample=sample,
+            rewards_PG=session.to_host(rewards_PG),
             advantages_PG=session.to_host(batch.advantages_PG),
             reward_names=session.reward_names,
-            batch_metrics=batch_metrics,
+            batch_metrics=batch_metrics | {"Training/ExtraRollouts": extra_rollouts},
             step_metrics=step_metrics,
             learning_rate=session.learning_rate,
-            epoch=step * config.rollout.num_prompts / len(session.policy.task.train),
+            epoch=session.prompts.epoch,
             seconds=seconds,
         )
         # ---------------------------------------------------------------------------- evaluate, save
@@ -278,7 +280,7 @@ def announce(session: Session, workdir: Path, console: Console) -> None:
             f"({config.rollout.max_prompt_length}) and were left out"
         )
     if config.rollout.truncates_distribution:
-        corrected = "corrected by" if session.step.corrects_sampler else "NOT corrected by"
+        corrected = "NOT corrected by" if session.step.importance == "none" else "corrected by"
         console.warning(
             "top-p, top-k or min-p truncate the distribution that is sampled from: samples are off-policy, "
             f"{corrected} importance weights (objective.importance={config.objective.importance})"

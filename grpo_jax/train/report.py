@@ -15,9 +15,8 @@ from grpo_jax.config import Config
 from grpo_jax.console import Console
 from grpo_jax.evaluate import EvalReport
 from grpo_jax.metrics import RunLog
-from grpo_jax.rewards import RewardResult
-from grpo_jax.rollout.sampler import HostRollout, prompt_text
-from grpo_jax.tasks.base import Example
+from grpo_jax.rollout.sampler import prompt_text
+from grpo_jax.train.sample import Sample
 
 # The compiled step's metrics -> their public names (grpo_jax.metrics.METRICS explains them).
 STEP_METRICS = {
@@ -35,6 +34,7 @@ STEP_METRICS = {
     "sampler_gap_max": "Policy/SamplerGapMax",
     "importance": "Policy/ImportanceMean",
     "importance_clipped": "Policy/ImportanceClipped",
+    "importance_dropped": "Policy/ImportanceDropped",
     "grad_norm": "Training/GradNorm",
     "update_norm": "Training/UpdateNorm",
     "nonfinite_total": "Training/NonFiniteSkipped",
@@ -59,13 +59,11 @@ class StepReport:
     """One step: arrays that may still be computed, and what the host knows already."""
 
     step: int
-    examples: list[Example]
-    completions: HostRollout
-    rewards: RewardResult
+    sample: Sample
     rewards_PG: np.ndarray
     advantages_PG: np.ndarray
     reward_names: list[str]
-    batch_metrics: dict[str, jax.Array]
+    batch_metrics: dict[str, jax.Array | int]
     step_metrics: dict[str, jax.Array]
     learning_rate: Callable[[int, int], float]
     """Of a step and the number of updates skipped so far."""
@@ -95,7 +93,7 @@ class StepReport:
         step = {STEP_METRICS[k]: float(v) for k, v in self.step_metrics.items() if k in STEP_METRICS}
         metrics = step | {name: float(value) for name, value in self.batch_metrics.items()}
         metrics["Policy/ClipFraction"] = metrics["Policy/ClipLow"] + metrics["Policy/ClipHigh"]
-        for name, failures in self.rewards.failures.items():
+        for name, failures in self.sample.rewards.failures.items():
             metrics[f"Training/RewardFailures/{name}"] = failures
         skipped = int(self.step_metrics["nonfinite_total"])
         metrics["Training/LearningRate"] = self.learning_rate(self.step, skipped)
@@ -131,18 +129,20 @@ class StepReport:
 
     def _records(self, count: int) -> list[dict[str, Any]]:
         """The first completions of the first prompts, as many of each as come to ``count``."""
-        group = len(self.completions.texts[0])
-        pairs = [(p, g) for p in range(len(self.examples)) for g in range(group)][:count]
+        examples, completions = self.sample.examples, self.sample.completions
+        rewards_PGK = self.sample.rewards.rewards_PGK
+        group = len(completions.texts[0])
+        pairs = [(p, g) for p in range(len(examples)) for g in range(group)][:count]
         return [
             {
-                "prompt": prompt_text(self.examples[p]),
-                "answer": self.examples[p].answer,
-                "completion": self.completions.texts[p][g],
-                "rewards": dict(zip(self.reward_names, self.rewards.rewards_PGK[p, g].tolist(), strict=True)),
+                "prompt": prompt_text(examples[p]),
+                "answer": examples[p].answer,
+                "completion": completions.texts[p][g],
+                "rewards": dict(zip(self.reward_names, rewards_PGK[p, g].tolist(), strict=True)),
                 "reward": float(self.rewards_PG[p, g]),
                 "advantage": float(self.advantages_PG[p, g]),
-                "length": int(self.completions.lengths_PG[p, g]),
-                "finished": bool(self.completions.finished_PG[p, g]),
+                "length": int(completions.lengths_PG[p, g]),
+                "finished": bool(completions.finished_PG[p, g]),
             }
             for p, g in pairs
         ]
@@ -150,12 +150,12 @@ class StepReport:
     def _rows(self, num_prompts: int) -> list[tuple[str, list[tuple[str, float, float]]]]:
         """A few prompts, each with its best, middle and worst completion."""
         rows = []
-        for p, example in enumerate(self.examples[:num_prompts]):
+        for p, example in enumerate(self.sample.examples[:num_prompts]):
             order = np.argsort(-self.advantages_PG[p], kind="stable")
-            chosen = [order[0], order[len(order) // 2], order[-1]]
+            texts = self.sample.completions.texts[p]
             completions = [
-                (self.completions.texts[p][g], float(self.rewards_PG[p, g]), float(self.advantages_PG[p, g]))
-                for g in chosen
+                (texts[g], float(self.rewards_PG[p, g]), float(self.advantages_PG[p, g]))
+                for g in (order[0], order[len(order) // 2], order[-1])
             ]
             rows.append((prompt_text(example), completions))
         return rows

@@ -28,13 +28,13 @@ from grpo_jax.mesh import (
 from grpo_jax.models import load_model
 from grpo_jax.models.decoder import Decoder, logical_axes
 from grpo_jax.optim.chain import learning_rate_schedule, make_optimizer, opt_state_shardings
-from grpo_jax.rewards import RewardResult, RewardRunner, combine
+from grpo_jax.rewards import RewardResult, RewardRunner
 from grpo_jax.rollout.sampler import HostRollout, Sampler, encode_prompt, prompt_text
 from grpo_jax.rollout.sampling import SamplingParams
 from grpo_jax.tasks import limited, make_task
 from grpo_jax.tasks.base import Completion, Example, Task, reward_columns, verdict
 from grpo_jax.tokenizer import Tokenizer
-from grpo_jax.train.batch import Metrics, make_batch
+from grpo_jax.train.batch import Metrics, make_batch, take_groups
 from grpo_jax.train.step import TrainStep
 from grpo_jax.types import Array, Params, Rollout, TrainBatch, TrainState
 
@@ -155,11 +155,16 @@ class Session:
         whole = NamedSharding(self.mesh, PartitionSpec())
         self.state_shardings = self._state_shardings()
         self._update = jax.jit(self.step.train_step, donate_argnums=0, out_shardings=(self.state_shardings, whole))
-        self._score = jax.jit(self.step.score)
+        self._score = jax.jit(lambda params, rollout: self.step.score(params, rollout)[0])
         self.reward_names = [reward.name for reward in policy.task.rewards]
-        self._make_batch = jax.jit(functools.partial(make_batch, config=config, reward_names=self.reward_names))
+        self.reward_weights = [reward.weight for reward in policy.task.rewards]
+        self._make_batch = jax.jit(
+            functools.partial(
+                make_batch, config=config, reward_names=self.reward_names, reward_weights=self.reward_weights
+            )
+        )
+        self.take_groups = jax.jit(take_groups)
         self._reward = RewardRunner(policy.task.rewards)
-        self._weights = np.array([reward.weight for reward in policy.task.rewards])
         self._schedule = learning_rate_schedule(config.optimizer, total_updates)
         self.prompts = host_stream(
             policy.task.train, num_prompts=config.rollout.num_prompts, seed=config.seed, mesh=self.mesh
@@ -237,27 +242,35 @@ class Session:
             ]
         )
 
-    def make_batch(
-        self, rollout: Rollout, rewards: RewardResult, correct_PG: np.ndarray, key: Array
-    ) -> tuple[TrainBatch, np.ndarray, Metrics]:
-        """The batch to train on, the combined rewards, and the metrics of both."""
-        rewards_PG = combine(rewards.rewards_PGK, self._weights)
+    def score(self, rollout: Rollout, state: TrainState) -> tuple[Array | None, Array | None]:
+        """Log-probabilities of the policy (where the sampler's won't do) and of the reference (if any)."""
+        needs_old = self.config.train.updates_per_batch > 1 or (
+            self.config.objective.kl_in == "reward" and self.config.rollout.truncates_distribution
+        )
         with jax.set_mesh(self.mesh):
-            batch, metrics = self._make_batch(
+            old = self._score(state.params, rollout) if needs_old else None
+            ref = None if state.ref_params is None else self._score(state.ref_params, rollout)
+        return jax.block_until_ready((old, ref))
+
+    def make_batch(
+        self,
+        rollout: Rollout,
+        rewards: RewardResult,
+        correct_PG: np.ndarray,
+        old_logps_PGT: Array | None,
+        ref_logps_PGT: Array | None,
+        key: Array,
+    ) -> tuple[TrainBatch, Array, Metrics]:
+        """The batch to train on, the combined rewards, and the metrics of both."""
+        with jax.set_mesh(self.mesh):
+            return self._make_batch(
                 rollout,
                 to_mesh(rewards.rewards_PGK.astype(np.float32), GROUP_AXES, self.mesh),
-                to_mesh(rewards_PG.astype(np.float32), GROUP_AXES, self.mesh),
                 to_mesh(correct_PG, GROUP_AXES, self.mesh),
+                old_logps_PGT,
+                ref_logps_PGT,
                 key,
             )
-        return batch, rewards_PG, metrics
-
-    def add_logps(self, batch: TrainBatch, state: TrainState) -> TrainBatch:
-        """Add the log-probabilities of the reference, and of the policy where it is updated several times."""
-        with jax.set_mesh(self.mesh):
-            old = self._score(state.params, batch) if self.config.train.updates_per_batch > 1 else None
-            ref = None if state.ref_params is None else self._score(state.ref_params, batch)
-        return jax.block_until_ready(dataclasses.replace(batch, old_logps_PGT=old, ref_logps_PGT=ref))
 
     def update(self, state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
         """All updates of a batch; ``state`` is donated."""

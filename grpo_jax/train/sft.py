@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from grpo_jax.algorithms.objectives import masked_mean
+from grpo_jax.algorithms.aggregates import masked_mean
 from grpo_jax.config import Config, OptimizerConfig
 from grpo_jax.data import host_stream
 from grpo_jax.mesh import PROMPT_AXES, to_mesh

@@ -6,8 +6,8 @@ prompts, N parts of each group, U updates of a batch.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +15,19 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from grpo_jax.algorithms.aggregates import loss_denominator, masked_mean
+from grpo_jax.algorithms.importance import importance_weights
 from grpo_jax.algorithms.logprobs import token_logps
-from grpo_jax.algorithms.objectives import grpo_loss, loss_denominator, masked_mean
-from grpo_jax.config import Config, ReferenceConfig
-from grpo_jax.mesh import GROUP_AXES, PROMPT_AXES, constrain
+from grpo_jax.algorithms.objectives import SurrogateOptions, grpo_loss
+from grpo_jax.algorithms.selection import covariance_tokens, top_entropy_tokens
+from grpo_jax.config import Config, ObjectiveConfig, ReferenceConfig
+from grpo_jax.config.combinations import COVARIANCE_SURROGATES
+from grpo_jax.mesh import GROUP_AXES, constrain
 from grpo_jax.optim.chain import nonfinite_counts
-from grpo_jax.types import Array, Model, Params, TrainBatch, TrainState
+from grpo_jax.train.micro_batches import accumulate_gradients, join_groups, split_batch
+from grpo_jax.types import Array, Model, Params, Rollout, TrainBatch, TrainState
 
 Metrics = dict[str, Array]
-PROMPT_FIELDS = ("prompt_PS", "prompt_mask_PS")
 
 
 @dataclass(frozen=True)
@@ -47,11 +51,15 @@ class TrainStep:
         )
 
         loss_fn = functools.partial(self.loss_fn, denominator=denominator)
+        step_key = jax.random.fold_in(jax.random.key(self.config.seed), state.step)
 
-        def update(carry: tuple[Params, Any], _: None) -> tuple[tuple[Params, Any], Metrics]:
+        def update(carry: tuple[Params, Any], index: Array) -> tuple[tuple[Params, Any], Metrics]:
             params, opt_state = carry
+            whole = batch
+            if objective.selects_tokens:
+                whole = self.select_tokens(params, batch, jax.random.fold_in(step_key, index))
             grads, metrics = accumulate_gradients(
-                loss_fn, params, batch, train.prompt_micro_batches, train.group_micro_batches
+                loss_fn, params, whole, train.prompt_micro_batches, train.group_micro_batches
             )
             updates, opt_state = self.optimizer.update(grads, opt_state, params)
             metrics["grad_norm"] = optax.tree.norm(grads)
@@ -59,7 +67,7 @@ class TrainStep:
             return (optax.apply_updates(params, updates), opt_state), metrics
 
         (params, opt_state), metrics = jax.lax.scan(
-            update, (state.params, state.opt_state), None, length=train.updates_per_batch
+            update, (state.params, state.opt_state), jnp.arange(train.updates_per_batch)
         )
         metrics = _over_updates(metrics)
         metrics["nonfinite_in_a_row"], metrics["nonfinite_total"] = nonfinite_counts(opt_state)
@@ -74,43 +82,66 @@ class TrainStep:
         objective = self.config.objective
         logps_PGT, entropy_PGT = self.logps(params, part)
         mask_PGT, sampler_PGT = part.loss_mask_PGT, part.sampler_logps_PGT
-        old_logps_PGT = part.old_logps_PGT
-        weights_PGT = None
-        if self.corrects_sampler:
-            old_PGT = jax.lax.stop_gradient(logps_PGT if old_logps_PGT is None else old_logps_PGT)
-            weights_PGT = jnp.exp(
-                jnp.minimum(jnp.where(mask_PGT, old_PGT - sampler_PGT, 0.0), jnp.log(objective.importance_cap))
+        weights_PGT: Array | None = None
+        weight_metrics: Metrics = {}
+        if self.importance != "none":
+            weights_PGT, weight_metrics = importance_weights(
+                logps_PGT if part.old_logps_PGT is None else part.old_logps_PGT,
+                sampler_PGT,
+                mask_PGT,
+                level=self.importance,
+                outside=objective.importance_outside,
+                low=objective.importance_low,
+                cap=objective.importance_cap,
             )
         loss, metrics = grpo_loss(
             logps_PGT,
             part.advantages_PG,
             mask_PGT,
-            old_logps_PGT=old_logps_PGT,
+            old_logps_PGT=part.old_logps_PGT,
             ref_logps_PGT=part.ref_logps_PGT,
             entropy_PGT=entropy_PGT,
-            beta=objective.beta,
+            policy_mask_PGT=part.policy_mask_PGT,
+            importance_weights_PGT=weights_PGT,
+            beta=objective.loss_beta,
             kl_estimator=objective.kl_estimator,
+            kl_unbiased=objective.kl_unbiased,
             entropy_coef=objective.entropy_coef,
-            surrogate=objective.surrogate,
-            ratio=objective.ratio,
-            clip_low=objective.clip_low,
-            clip_high=objective.clip_high,
             aggregate=objective.aggregate,
             denominator=denominator,
-            importance_weights_PGT=weights_PGT,
+            **surrogate_options(objective, selected=part.selected_PGT),
         )
         gap_PGT = jnp.abs(jnp.where(mask_PGT, logps_PGT - sampler_PGT, 0.0))
         metrics |= {
             "loss": loss,
             "sampler_gap": masked_mean(gap_PGT, mask_PGT),
             "sampler_gap_max": gap_PGT.max(),
+            **weight_metrics,
         }
-        if weights_PGT is not None:
-            metrics["importance"] = masked_mean(weights_PGT, mask_PGT)
-            metrics["importance_clipped"] = masked_mean(weights_PGT >= objective.importance_cap, mask_PGT)
         return loss, metrics
 
-    def logps(self, params: Params, part: TrainBatch) -> tuple[Array, Array]:
+    def select_tokens(self, params: Params, batch: TrainBatch, key: Array) -> TrainBatch:
+        """The batch with the tokens that a rule picks out of the whole of it, at the cost of a forward pass."""
+        objective, mask_PGT = self.config.objective, batch.loss_mask_PGT
+        logps_PGT, entropy_PGT = self.score(params, batch)
+        if objective.top_entropy < 1:
+            high_PGT = top_entropy_tokens(entropy_PGT, mask_PGT, share=objective.top_entropy)
+            batch = dataclasses.replace(batch, policy_mask_PGT=high_PGT)
+        if objective.surrogate in COVARIANCE_SURROGATES:
+            selected_PGT = covariance_tokens(
+                logps_PGT,
+                batch.advantages_PG,
+                mask_PGT,
+                surrogate=objective.surrogate,
+                share=objective.cov_share,
+                low=objective.cov_low,
+                high=objective.cov_high,
+                key=key,
+            )
+            batch = dataclasses.replace(batch, selected_PGT=selected_PGT)
+        return batch
+
+    def logps(self, params: Params, part: Rollout | TrainBatch) -> tuple[Array, Array]:
         """Log-probabilities and entropies ``[P, G, T]`` of a part's completions."""
         return completion_logps(
             self.model,
@@ -123,18 +154,40 @@ class TrainStep:
             chunk_size=self.config.train.logps_chunk,
         )
 
-    def score(self, params: Params, batch: TrainBatch) -> Array:
-        """Log-probabilities ``[P, G, T]`` of a whole batch under fixed parameters; to be compiled."""
+    def score(self, params: Params, batch: Rollout | TrainBatch) -> tuple[Array, Array]:
+        """Log-probabilities and entropies ``[P, G, T]`` of a whole batch; to be compiled."""
         train = self.config.train
         parts = split_batch(batch, train.prompt_micro_batches, train.group_micro_batches)
-        logps_MNPGT = jax.lax.map(lambda part: jax.lax.map(lambda p: self.logps(params, p)[0], part), parts)
-        return _join_groups(logps_MNPGT)
+        both_MNPGT = jax.lax.map(lambda part: jax.lax.map(lambda p: self.logps(params, p), part), parts)
+        logps_PGT, entropy_PGT = map(join_groups, both_MNPGT)
+        return logps_PGT, entropy_PGT
 
     @property
-    def corrects_sampler(self) -> bool:
-        """Whether importance weights correct for what the sampler left out."""
-        importance = self.config.objective.importance
-        return importance == "token" or (importance == "auto" and self.config.rollout.truncates_distribution)
+    def importance(self) -> str:
+        """Level of the weights that correct for the sampler: ``none``, ``token`` or ``sequence``."""
+        level = self.config.objective.importance
+        if level == "auto":
+            return "token" if self.config.rollout.truncates_distribution else "none"
+        return level
+
+
+def surrogate_options(objective: ObjectiveConfig, *, selected: Array | None = None) -> SurrogateOptions:
+    """What the policy loss takes as keywords; ``selected`` are the tokens of largest covariance, if any."""
+    return SurrogateOptions(
+        surrogate=objective.surrogate,
+        ratio=objective.ratio,
+        clip_low=objective.clip_low,
+        clip_high=objective.clip_high,
+        delta=objective.delta,
+        dual_clip=objective.dual_clip,
+        cispo_low=objective.cispo_low,
+        cispo_high=objective.cispo_high,
+        tau_pos=objective.tau_pos,
+        tau_neg=objective.tau_neg,
+        gmpo_range=objective.gmpo_range,
+        kl_cov_coef=objective.kl_cov_coef,
+        selected=selected,
+    )
 
 
 def completion_logps(
@@ -168,78 +221,6 @@ def completion_logps(
         vocab_size=vocab_size,
         chunk_size=chunk_size,
     )
-
-
-def accumulate_gradients(
-    loss_fn: Callable[[Params, TrainBatch], tuple[Array, Metrics]],
-    params: Params,
-    batch: TrainBatch,
-    prompt_parts: int,
-    group_parts: int,
-) -> tuple[Params, Metrics]:
-    """Sum the gradients over the parts of a batch, holding one part's activations at a time."""
-    gradient = jax.grad(loss_fn, has_aux=True)
-
-    def add(total: Params, part: TrainBatch) -> tuple[Params, tuple[Metrics, Array]]:
-        grads, metrics = gradient(params, part)
-        return jax.tree.map(jnp.add, total, grads), (metrics, part.loss_mask_PGT.sum())
-
-    if prompt_parts == group_parts == 1:
-        return gradient(params, batch)
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    parts = split_batch(batch, prompt_parts, group_parts)
-    grads, (metrics, tokens_MN) = jax.lax.scan(lambda total, part: jax.lax.scan(add, total, part), zeros, parts)
-    return grads, _over_parts(metrics, tokens_MN)
-
-
-def split_batch(batch: TrainBatch, prompt_parts: int, group_parts: int) -> TrainBatch:
-    """Cut a batch into ``[M, N, P/M, G/N, ...]`` parts.
-
-    Each device keeps its own prompts and completions: a part takes every M-th prompt and every N-th completion.
-    """
-    M, N = prompt_parts, group_parts
-
-    def split_prompts(x: Array) -> Array:
-        parts = jnp.moveaxis(x.reshape(x.shape[0] // M, M, *x.shape[1:]), 1, 0)
-        return constrain(parts, (None, *PROMPT_AXES, *(None,) * (x.ndim - 1)))
-
-    def split_groups(x: Array) -> Array:
-        x = split_prompts(x)
-        parts = jnp.moveaxis(x.reshape(*x.shape[:2], x.shape[2] // N, N, *x.shape[3:]), 3, 1)
-        return constrain(parts, (None, None, *GROUP_AXES, *(None,) * (x.ndim - 3)))
-
-    fields: dict[str, Array | None] = {}
-    for name, value in vars(batch).items():
-        if value is None:
-            fields[name] = None
-        elif name in PROMPT_FIELDS:
-            # Every part of a group needs its prompt.
-            fields[name] = jnp.repeat(split_prompts(value)[:, None], N, axis=1)
-        else:
-            fields[name] = split_groups(value)
-    return TrainBatch(**fields)  # type: ignore[arg-type]
-
-
-def _join_groups(x_MNPG: Array) -> Array:
-    """Undo the split of :func:`split_batch` on an array ``[M, N, P/M, G/N, ...]``."""
-    M, N, p, g, *rest = x_MNPG.shape
-    return jnp.moveaxis(x_MNPG, (0, 1), (1, 3)).reshape(p * M, g * N, *rest)
-
-
-def _over_parts(metrics: Metrics, tokens_MN: Array) -> Metrics:
-    """Metrics of the parts into metrics of the batch: losses sum, extremes are extreme, means are by token."""
-    weights_MN = tokens_MN / jnp.maximum(tokens_MN.sum(), 1)
-
-    def combine(name: str, x_MN: Array) -> Array:
-        if name.endswith("loss"):
-            return x_MN.sum()
-        if name.endswith("_max"):
-            return x_MN.max()
-        if name.endswith("_min"):
-            return x_MN.min()
-        return (x_MN * weights_MN).sum()
-
-    return {name: combine(name, x_MN) for name, x_MN in metrics.items()}
 
 
 def _over_updates(metrics: Metrics) -> Metrics:

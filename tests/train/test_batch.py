@@ -9,7 +9,7 @@ import pytest
 
 from grpo_jax.config import Config, ObjectiveConfig, RolloutConfig, TrainConfig
 from grpo_jax.metrics import metric_meaning
-from grpo_jax.train.batch import Metrics, make_batch
+from grpo_jax.train.batch import Metrics, make_batch, take_groups
 from grpo_jax.types import Rollout, TrainBatch
 
 P, G, S, T = 3, 4, 2, 5
@@ -38,6 +38,8 @@ def batch_of(
     *,
     shuffle: bool = False,
     key: int = 0,
+    ref_logps_PGT: np.ndarray | None = None,
+    weights: tuple[float, ...] | None = None,
     **objective: Any,
 ) -> tuple[TrainBatch, Metrics]:
     config = Config(
@@ -46,15 +48,20 @@ def batch_of(
         train=TrainConfig(shuffle_rewards=shuffle),
     )
     columns = rewards_PG[..., None] if rewards_PGK is None else rewards_PGK
-    return make_batch(
+    batch, combined_PG, metrics = make_batch(
         rollout(),
         jnp.asarray(columns),
-        jnp.asarray(rewards_PG),
         jnp.asarray(CORRECT_PG),
+        None,
+        None if ref_logps_PGT is None else jnp.asarray(ref_logps_PGT),
         jax.random.key(key),
         config=config,
         reward_names=[f"r{k}" for k in range(columns.shape[-1])],
+        reward_weights=weights or (1.0,) + (0.0,) * (columns.shape[-1] - 1),
     )
+    if weights is None:
+        np.testing.assert_array_equal(combined_PG, rewards_PG)
+    return batch, metrics
 
 
 def advantages(rewards_PG: np.ndarray) -> np.ndarray:
@@ -141,3 +148,56 @@ def test_shuffled_rewards_are_other_prompts_rewards() -> None:
         assert not np.allclose(first.advantages_PG, other.advantages_PG)
     for name in ("Training/RewardMean", "Training/RewardStd", "Training/Reward/r0/Mean"):
         assert metrics[name] == shuffled_metrics[name]
+
+
+def test_the_soft_overlong_penalty_is_part_of_the_reward_and_not_of_its_metrics() -> None:
+    # Free up to 2 tokens, then -1/3 a token, whole at 5.
+    batch, metrics = batch_of(overlong_cache=3, overlong_length=5, advantage="center")
+    penalty_PG = -np.clip((LENGTHS_PG - 2) / 3, 0, 1)
+    shaped_PG = REWARDS_PG + penalty_PG
+    expected = shaped_PG - shaped_PG.mean(axis=1, keepdims=True)
+    np.testing.assert_allclose(batch.advantages_PG, expected, atol=1e-6)  # float32
+    assert metrics["Training/OverlongPenalty"] == pytest.approx(penalty_PG.mean())
+    assert metrics["Training/RewardMean"] == pytest.approx(REWARDS_PG.mean())
+    assert metrics["Training/ZeroSpreadGroups"] == pytest.approx(1 / 3), "read from the rewards, not from lengths"
+
+
+def test_a_completion_without_any_reward_gets_none_from_its_length() -> None:
+    rewards_PG = REWARDS_PG.copy()
+    rewards_PG[0, 3] = NAN
+    batch, _ = batch_of(rewards_PG, overlong_cache=3, advantage="center")
+    assert batch.advantages_PG[0, 3] == 0
+    shaped = rewards_PG[0, :3] - np.clip((LENGTHS_PG[0, :3] - 2) / 3, 0, 1)
+    np.testing.assert_allclose(batch.advantages_PG[0, :3], shaped - shaped.mean(), atol=1e-6)  # float32
+
+
+def test_the_kl_can_be_taken_off_the_reward() -> None:
+    ref_PGT = np.random.default_rng(0).normal(-2, 1, (P, G, T)).astype(np.float32)
+    batch, metrics = batch_of(beta=0.1, kl_in="reward", ref_logps_PGT=ref_PGT, advantage="center")
+    k1_PG = np.where(MASK_PGT, -1.5 - ref_PGT, 0).sum(axis=-1)  # -1.5: the sampler's log-probabilities
+    shaped_PG = REWARDS_PG - 0.1 * k1_PG
+    np.testing.assert_allclose(batch.advantages_PG, shaped_PG - shaped_PG.mean(1, keepdims=True), atol=1e-5)
+    assert metrics["Training/KLPenalty"] == pytest.approx(-0.1 * k1_PG.mean(), rel=1e-5)
+    assert metrics["Training/RewardMean"] == pytest.approx(REWARDS_PG.mean())
+
+
+def test_reward_functions_can_be_normalised_one_by_one() -> None:
+    columns_PGK = np.stack([REWARDS_PG, 100.0 * CORRECT_PG], axis=-1).astype(np.float32)
+    batch, _ = batch_of(None, columns_PGK, weights=(1.0, 0.5), combine="normalize_then_sum")  # type: ignore[arg-type]
+    summed = advantages(columns_PGK[..., 0]) + 0.5 * advantages(columns_PGK[..., 1])
+    expected = summed / (summed.std(ddof=1) + 1e-4)
+    np.testing.assert_allclose(batch.advantages_PG, expected, atol=1e-5)  # float32
+
+
+def test_the_optimal_baseline_weighs_by_length() -> None:
+    batch, _ = batch_of(advantage="opo")
+    baseline_P = (LENGTHS_PG * REWARDS_PG).sum(axis=1) / LENGTHS_PG.sum(axis=1)
+    np.testing.assert_allclose(batch.advantages_PG, REWARDS_PG - baseline_P[:, None], atol=1e-6)  # float32
+
+
+def test_groups_are_taken_from_another_rollout() -> None:
+    mine, other = rollout(), jax.tree.map(lambda x: x + 1 if x.dtype != bool else ~x, rollout())
+    got = jax.jit(take_groups)(mine, other, jnp.array([-1, 2, 0]))
+    for name, value in vars(got).items():
+        a, b = np.asarray(getattr(mine, name)), np.asarray(getattr(other, name))
+        np.testing.assert_array_equal(value, np.stack([a[0], b[2], b[0]]), err_msg=name)

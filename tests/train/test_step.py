@@ -12,6 +12,8 @@ import numpy as np
 import optax
 import pytest
 
+from grpo_jax.algorithms.importance import importance_weights
+from grpo_jax.algorithms.objectives import grpo_loss, policy_loss
 from grpo_jax.config import (
     Config,
     MeshConfig,
@@ -227,7 +229,7 @@ def test_the_step_is_the_written_out_update() -> None:
 def test_several_updates_of_a_batch_use_its_old_policy() -> None:
     config = with_train(make_config(), updates_per_batch=3)
     step = make_step(config)
-    old = jax.jit(step.score)(params(), batch_of(rollout()))
+    old, _ = jax.jit(step.score)(params(), batch_of(rollout()))
     state, metrics = jax.jit(step.train_step)(start(config), batch_of(rollout(), old_logps_PGT=old))
     assert int(state.step) == 1 and int(optax.tree.get(state.opt_state, "count")) == 3
     assert float(metrics["ratio_max"]) > 1.0001, "from the second update on the policy differs from the old one"
@@ -236,9 +238,9 @@ def test_several_updates_of_a_batch_use_its_old_policy() -> None:
 
 def test_score_equals_logps_however_it_is_split() -> None:
     config = with_train(make_config(), prompt_micro_batches=2, group_micro_batches=2)
-    scored = jax.jit(make_step(config).score)(params(), batch_of(rollout()))
-    logps, _ = jax.jit(make_step(config).logps)(params(), batch_of(rollout()))
-    np.testing.assert_allclose(scored, logps, atol=1e-5)  # float32 sums in another order
+    scored = jax.jit(make_step(config).score)(params(), rollout())
+    logps_and_entropy = jax.jit(make_step(config).logps)(params(), batch_of(rollout()))
+    assert_trees_close(scored, logps_and_entropy, atol=1e-5)  # float32 sums in another order
 
 
 @pytest.mark.parametrize("update", ["fixed", "sync", "polyak"])
@@ -273,7 +275,7 @@ def test_a_step_against_a_reference_lowers_the_kl() -> None:
     config = dataclasses.replace(make_config(beta=1.0), optimizer=OptimizerConfig(learning_rate=3e-5))
     step = make_step(config)
     reference = jax.tree.map(lambda x: x * 0.9, params())
-    ref_logps = jax.jit(step.score)(reference, batch_of(rollout()))
+    ref_logps, _ = jax.jit(step.score)(reference, batch_of(rollout()))
     batch = batch_of(rollout(), ref_logps_PGT=ref_logps, advantages_PG=jnp.zeros((P, G)))
     state = start(config)
     kls = []
@@ -303,3 +305,95 @@ def test_equal_rewards_leave_the_weights_alone() -> None:
     )
     assert float(metrics["grad_norm"]) == 0.0
     assert_trees_close(params(), state.params, atol=0)
+
+
+SELECTIONS = [
+    {"top_entropy": 0.3},
+    {"surrogate": "clip_cov", "cov_share": 0.2, "cov_low": 0.0, "cov_high": 1e6},
+    {"surrogate": "kl_cov", "cov_share": 0.1},
+]
+
+
+@pytest.mark.parametrize("objective", SELECTIONS, ids=lambda o: o.get("surrogate", "top_entropy"))
+def test_tokens_are_selected_from_the_whole_batch_whatever_the_micro_batches(objective: dict[str, Any]) -> None:
+    """Ranked within each micro-batch, other tokens would be picked."""
+    old = jax.jit(make_step(make_config()).score)(jax.tree.map(lambda x: x * 0.9, params()), rollout())[0]
+    batch = batch_of(rollout(), old_logps_PGT=old)
+    states = []
+    for parts in (1, 4):
+        config = with_train(make_config(**objective), prompt_micro_batches=parts)
+        state, metrics = jax.jit(make_step(config).train_step)(start(config), batch)
+        states.append(state.params)
+        assert float(metrics["grad_norm"]) > 0
+    plain, _ = jax.jit(make_step(make_config()).train_step)(start(make_config()), batch)
+    # float32 sums of gradients in another order.
+    assert_trees_close(states[0], states[1], atol=2e-5)
+    apart = max(
+        float(jnp.abs(x - y).max()) for x, y in zip(*map(jax.tree.leaves, (states[0], plain.params)), strict=True)
+    )
+    assert apart > 1e-3, "the selection must matter"
+
+
+def test_every_choice_of_the_objective_reaches_the_loss() -> None:
+    """The step's loss is grpo_loss with each of the config's settings."""
+    settings: dict[str, Any] = {
+        "surrogate": "clip", "ratio": "token", "clip_low": 0.01, "clip_high": 0.02, "delta": 1.05, "dual_clip": 1.04,
+        "aggregate": "sequence_sum", "beta": 0.3, "kl_estimator": "k1", "kl_unbiased": True, "entropy_coef": 0.2,
+        "importance": "sequence", "importance_outside": "drop", "importance_low": 0.9, "importance_cap": 1.1,
+    }  # fmt: skip
+    config = make_config(**settings)
+    step = make_step(config)
+    old, _ = jax.jit(step.score)(jax.tree.map(lambda x: x * 0.95, params()), rollout())
+    ref, _ = jax.jit(step.score)(jax.tree.map(lambda x: x * 0.9, params()), rollout())
+    batch = batch_of(rollout(), old_logps_PGT=old, ref_logps_PGT=ref)
+    _, metrics = jax.jit(step.train_step)(start(config), batch)
+    new, entropy = jax.jit(step.logps)(params(), batch)
+    mask = batch.loss_mask_PGT
+    weights, weight_metrics = importance_weights(
+        old, batch.sampler_logps_PGT, mask, level="sequence", outside="drop", low=0.9, cap=1.1
+    )
+    names = (
+        "surrogate",
+        "ratio",
+        "clip_low",
+        "clip_high",
+        "delta",
+        "dual_clip",
+        "aggregate",
+        "beta",
+        "kl_estimator",
+    )
+    expected, _ = grpo_loss(
+        new, batch.advantages_PG, mask, old_logps_PGT=old, ref_logps_PGT=ref, entropy_PGT=entropy,
+        importance_weights_PGT=weights, kl_unbiased=True, entropy_coef=0.2, **{n: settings[n] for n in names},
+    )  # fmt: skip
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-4)  # float32, compiled another way
+    for name, value in weight_metrics.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-4, err_msg=name)
+    assert 0 < float(metrics["importance_dropped"]) < 1
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"surrogate": "cispo", "cispo_low": 0.97, "cispo_high": 1.01},
+        {"surrogate": "sapo", "tau_pos": 2.0, "tau_neg": 3.0},
+        {"surrogate": "gmpo", "gmpo_range": 0.01, "aggregate": "sequence_mean"},
+        {"surrogate": "clip", "ratio": "trajectory", "aggregate": "sequence_mean"},
+        {"surrogate": "kl_cov", "cov_share": 0.5, "kl_cov_coef": 3.0},
+    ],
+    ids=lambda o: f"{o['surrogate']}-{o.get('ratio', 'token')}",
+)
+def test_options_of_a_surrogate_reach_the_loss(objective: dict[str, Any]) -> None:
+    config = make_config(**objective)
+    step = make_step(config)
+    old, _ = jax.jit(step.score)(jax.tree.map(lambda x: x * 0.95, params()), rollout())
+    batch = batch_of(rollout(), old_logps_PGT=old)
+    _, metrics = jax.jit(step.train_step)(start(config), batch)
+    new, _ = jax.jit(step.logps)(params(), batch)
+    expected, _ = policy_loss(new, old, batch.advantages_PG, batch.loss_mask_PGT, **objective)
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-4, atol=1e-6)  # float32, compiled another way
+    default, _ = policy_loss(
+        new, old, batch.advantages_PG, batch.loss_mask_PGT, aggregate=config.objective.aggregate
+    )
+    assert abs(float(expected) - float(default)) > 1e-3
