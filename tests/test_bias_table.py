@@ -1,4 +1,4 @@
-"""The table of biases: against brute force, finite differences and closed forms, and against what is quoted of it."""
+"""The tables of biases: against brute force, finite differences and closed forms, and as they are quoted."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -145,8 +146,6 @@ def test_the_tree_has_every_completion_once(exact, max_length) -> None:
 
 @pytest.mark.parametrize("off_policy", [False, True])
 def test_true_gradients_by_finite_differences(x64, exact, measure, off_policy) -> None:
-    import jax
-
     world = measure.make_world(3, measure.REWARDS["graded"], off_policy=off_policy)
     reference, sampler = softmax(world.reference_PSV), softmax(world.sampler_PSV)
     prompts = range(2)
@@ -266,9 +265,8 @@ def test_biased_rows(policy, key, least_bias, least_angle) -> None:
     """Bounds a little below the quoted values."""
     row = policy[("binary", *key)]
     assert row["bias"] > least_bias and row["angle"] > least_angle
-    assert row["bias"] ** 2 == pytest.approx(
-        (row["scale"] - 1) ** 2 + (row["scale"] * math.tan(math.radians(row["angle"]))) ** 2
-    )
+    across = row["scale"] * math.tan(math.radians(row["angle"]))
+    assert row["bias"] == pytest.approx(math.hypot(row["scale"] - 1, across))
     assert row["cosine"] == pytest.approx(math.cos(math.radians(row["angle"])))
     assert row["noise"] == pytest.approx(row["variance"] / row["scale"] ** 2)
 
@@ -314,9 +312,8 @@ def test_rewards_of_two_values_keep_the_direction_of_a_prompt(x64, exact, measur
     ):
         world = measure.make_world(0, measure.REWARDS[reward], off_policy=False)
         batches = [exact.Batches(world, p, group_size=4) for p in (0, 1)]
-        mean = -exact.moments(batches, [b.advantages(advantage) for b in batches], ratio="token")[
-            "sequence_sum"
-        ].mean_PK
+        advantages = [one.advantages(advantage) for one in batches]
+        mean = -exact.moments(batches, advantages, ratio="token")["sequence_sum"].mean_PK
         for p in (0, 1):
             true = slope(lambda x, w=world, p=p: float(chances(w, x) @ w.rewards_PC[p]), world.policy_PSV[p]) / 2
             degrees = angle(mean[p], true.reshape(-1))
@@ -355,9 +352,9 @@ def test_expected_kl_gradients_on_a_vocabulary_of_three(x64, exact, measure, off
         return float(ref @ np.log(ref / softmax(logits)))
 
     true, backward = slope(divergence, world.policy_PSV[0, 0]), slope(reverse, world.policy_PSV[0, 0])
-    right = {("k1", True), ("k3", True)} | (
-        set() if off_policy else {("k2", False), ("k3_straight_through", False)}
-    )
+    right = {("k1", True), ("k3", True)}
+    if not off_policy:
+        right |= {("k2", False), ("k3_straight_through", False)}
     for (estimator, unbiased), by_token in slopes.items():
         options = {"beta": 1.0, "kl_estimator": estimator, "kl_unbiased": unbiased, "ratio": "token"}
         found = exact.moments([batches], [np.zeros_like(batches.rewards_BPG)], **options)
@@ -365,7 +362,7 @@ def test_expected_kl_gradients_on_a_vocabulary_of_three(x64, exact, measure, off
             np.testing.assert_allclose(one.mean_PK[0], (old * by_token) @ score, rtol=0, atol=1e-13)
         gradient = found["sequence_sum"].mean_PK[0]
         error = np.linalg.norm(gradient - true) / np.linalg.norm(true)
-        assert error < 1e-8 if (estimator, unbiased) in right else error > 0.05, (estimator, unbiased, error)
+        assert error < 1e-8 if (estimator, unbiased) in right else error > 0.02, (estimator, unbiased, error)
         if not off_policy and (estimator, unbiased) == ("k1", False):
             np.testing.assert_allclose(gradient, 0, atol=1e-15)
         if not off_policy and (estimator, unbiased) == ("k3", False):
@@ -388,6 +385,32 @@ def test_exactly_these_kl_gradients_are_exact(kl) -> None:
     expected = {*sums, *off, *rewards}
     assert {key for key, row in kl.items() if row["bias"] < ROUNDING} == expected
     assert min(row["bias"] for key, row in kl.items() if key not in expected) > 0.1
+
+
+@pytest.mark.parametrize("off_policy", [False, True])
+def test_exact_kl_gradients_are_so_for_another_policy_of_three_steps(x64, exact, measure, off_policy) -> None:
+    world = measure.make_world(8, [[0.0] * 15], off_policy=off_policy, max_length=3)
+    batches = exact.Batches(world, 0, group_size=2)
+    new, ref = world.policy_PSV, world.reference_PSV
+    visits, steps = chances(world, world.sampler_PSV[0]), paths(world)
+
+    def token_kl(logits_SV: np.ndarray) -> float:
+        p_SV = softmax(logits_SV)
+        kl_S = (p_SV * np.log(p_SV / softmax(ref[0]))).sum(axis=-1)
+        return sum(chance * sum(kl_S[s] for s, _ in path) for chance, path in zip(visits, steps, strict=True))
+
+    def sequence_kl(logits_SV: np.ndarray) -> float:
+        p_C = chances(world, logits_SV)
+        return float(p_C @ np.log(p_C / chances(world, ref[0])))
+
+    options = {"beta": 1.0, "kl_estimator": "k3", "kl_unbiased": True, "ratio": "token"}
+    in_loss = exact.moments([batches], [np.zeros_like(batches.rewards_BPG)], **options)["sequence_sum"].mean_PK
+    k1_BPG = (batches.logps_B1GT - batches.ref_B1GT).sum(axis=-1)
+    advantages = [batches.advantages("leave_one_out", -k1_BPG)]
+    in_reward = exact.moments([batches], advantages, ratio="trajectory")["sequence_mean"].mean_PK
+    np.testing.assert_allclose(in_loss, slope(token_kl, new[0]).reshape(1, -1), rtol=0, atol=1e-9)
+    np.testing.assert_allclose(in_reward, slope(sequence_kl, new[0]).reshape(1, -1), rtol=0, atol=1e-9)
+    assert np.abs(in_loss - in_reward).max() > 0.01
 
 
 def test_values_of_kl_terms(kl) -> None:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.algorithms.advantages import group_advantages
-from grpo_jax.algorithms.aggregates import AGGREGATES
+from grpo_jax.algorithms.aggregates import AGGREGATES, loss_denominator
 from grpo_jax.algorithms.objectives import grpo_loss
 from grpo_jax.types import Array
 
@@ -123,8 +123,9 @@ class Batches:
         self.weights_B = np.array([math.prod(row) for row in itertools.product(*weights)])
         self.rewards_BPG = world.rewards_PC[rows_BPG]
         self.mask_BPGT = mask_CT[index_BPG]
-        self.logps_BPGT, self.old_BPGT, self.ref_BPGT = (
-            np.asarray(world.logps_PCT(logits))[rows_BPG]
+        # The prompt's own completions: as a micro-batch, P = 1.
+        self.logps_B1GT, self.old_B1GT, self.ref_B1GT = (
+            np.asarray(world.logps_PCT(logits))[prompt, index_BPG[:, [prompt]]]
             for logits in (world.policy_PSV, world.sampler_PSV, world.reference_PSV)
         )
         # A loss is differentiated in its log-probabilities; these, here, in the prompt's logits.
@@ -134,23 +135,25 @@ class Batches:
         scores_CTSV = state_CTS[..., None] * (token_CTV[:, :, None] - policy_SV)
         self.scores_BGTK = scores_CTSV.reshape(*mask_CT.shape, -1)[index_BPG[:, prompt]]
 
-    def advantages(self, estimator: str, rewards_BPG: np.ndarray | None = None) -> Array:
-        """:func:`~grpo_jax.algorithms.advantages.group_advantages` of every batch."""
+    def advantages(self, estimator: str, rewards_BPG: np.ndarray | None = None) -> np.ndarray:
+        """:func:`~grpo_jax.algorithms.advantages.group_advantages` of every batch, those of the prompt."""
         rewards_BPG = self.rewards_BPG if rewards_BPG is None else rewards_BPG
-        return advantages(rewards_BPG, self.mask_BPGT.sum(axis=-1), estimator=estimator)
+        advantages_BPG = advantages(rewards_BPG, self.mask_BPGT.sum(axis=-1), estimator=estimator)
+        return np.asarray(advantages_BPG)[:, [self.prompt]]
 
-    def gradients_LBK(self, advantages_BPG: Array, **options: Any) -> np.ndarray:
+    def gradients_LBK(self, advantages_B1G: np.ndarray, **options: Any) -> np.ndarray:
         """Of :func:`~grpo_jax.algorithms.objectives.grpo_loss` in the prompt's logits, for each of AGGREGATES."""
-        arrays = (self.logps_BPGT, advantages_BPG, self.mask_BPGT, self.old_BPGT, self.ref_BPGT)
-        slopes_BLPGT = np.asarray(_slopes(*arrays, max_length=self.mask_BPGT.shape[-1], **options))
-        return np.einsum("blgt,bgtk->lbk", slopes_BLPGT[:, :, self.prompt], self.scores_BGTK)
+        own_B1GT = self.mask_BPGT[:, [self.prompt]]
+        arrays = (self.logps_B1GT, advantages_B1G, own_B1GT, self.old_B1GT, self.ref_B1GT, self.mask_BPGT)
+        slopes_BL1GT = np.asarray(_slopes(*arrays, **options))
+        return np.einsum("blgt,bgtk->lbk", slopes_BL1GT[:, :, 0], self.scores_BGTK)
 
 
-def moments(batches_P: list[Batches], advantages_P: list[Array], **options: Any) -> dict[str, Moments]:
+def moments(batches_P: list[Batches], advantages_P: list[np.ndarray], **options: Any) -> dict[str, Moments]:
     """Moments of the whole gradient by aggregate, found prompt by prompt: each has parameters of its own."""
     means_P, squares_L = [], 0.0
-    for batches, advantages_BPG in zip(batches_P, advantages_P, strict=True):
-        gradients_LBK = batches.gradients_LBK(advantages_BPG, **options)
+    for batches, advantages_B1G in zip(batches_P, advantages_P, strict=True):
+        gradients_LBK = batches.gradients_LBK(advantages_B1G, **options)
         means_P.append(np.einsum("b,lbk->lk", batches.weights_B, gradients_LBK))
         squares_L += np.einsum("b,lbk,lbk->l", batches.weights_B, gradients_LBK, gradients_LBK)
     means_LPK = np.stack(means_P, axis=1)
@@ -182,14 +185,21 @@ def advantages(rewards_BPG: Array, lengths_BPG: Array, *, estimator: str) -> Arr
     )
 
 
-@functools.partial(jax.jit, static_argnames=("ratio", "beta", "kl_estimator", "kl_unbiased", "max_length"))
-def _slopes(*arrays: Array, clip: float = math.inf, max_length: int, beta: float = 0.0, **options: Any) -> Array:
+@functools.partial(jax.jit, static_argnames=("ratio", "beta", "kl_estimator", "kl_unbiased"))
+def _slopes(*arrays: Array, clip: float = math.inf, beta: float = 0.0, **options: Any) -> Array:
     """Gradient of each batch's losses, one an aggregate, in its log-probabilities."""
 
-    def losses_L(logps_PGT: Array, advantages_PG: Array, mask_PGT: Array, old_PGT: Array, ref_PGT: Array) -> Array:
-        terms = {"old_logps_PGT": old_PGT, "ref_logps_PGT": ref_PGT if beta else None, "beta": beta}
-        bounds = {"clip_low": clip, "clip_high": clip, "max_completion_length": max_length}
-        loss = functools.partial(grpo_loss, logps_PGT, advantages_PG, mask_PGT, **terms, **bounds, **options)
-        return jnp.stack([loss(aggregate=aggregate)[0] for aggregate in AGGREGATES])
+    def losses_L(
+        logps: Array, advantages: Array, own_mask: Array, old: Array, ref: Array, mask_PGT: Array
+    ) -> Array:
+        terms = {"old_logps_PGT": old, "ref_logps_PGT": ref if beta else None, "beta": beta}
+        loss = functools.partial(
+            grpo_loss, logps, advantages, own_mask, clip_low=clip, clip_high=clip, **terms, **options
+        )
+        denominators = {
+            name: loss_denominator(mask_PGT, aggregate=name, max_completion_length=mask_PGT.shape[-1])
+            for name in AGGREGATES
+        }
+        return jnp.stack([loss(aggregate=name, denominator=of)[0] for name, of in denominators.items()])
 
     return jax.vmap(jax.jacrev(losses_L))(*arrays)

@@ -89,9 +89,9 @@ def policy_rows(seed: int) -> Iterator[Row]:
         world = make_world(seed, table, off_policy=situation != "on-policy")
         batches = [Batches(world, prompt, group_size=GROUP_SIZE) for prompt in range(len(table))]
         true_PK = np.asarray(jax.grad(world.expected_reward)(world.policy_PSV)).reshape(len(table), -1)
+        advantages_by = {name: [prompt.advantages(name) for prompt in batches] for name in ESTIMATORS}
         for advantage, ratio in itertools.product(ESTIMATORS, RATIOS):
-            advantages_PBPG = [prompt.advantages(advantage) for prompt in batches]
-            for aggregate, found in moments(batches, advantages_PBPG, ratio=ratio, clip=clip).items():
+            for aggregate, found in moments(batches, advantages_by[advantage], ratio=ratio, clip=clip).items():
                 factor = known_factor(aggregate, advantage)
                 yield {
                     "reward": reward,
@@ -137,8 +137,8 @@ def _kl_terms(world: World) -> Iterator[tuple[str, str, float, Moments]]:
         found = moments([batches], [np.zeros_like(batches.rewards_BPG)], ratio="token", **options)
         yield from ((name, aggregate, value, found[aggregate]) for aggregate in AGGREGATES)
     for name, (ratio, aggregate, current) in KL_IN_REWARD.items():
-        logps_BPGT = batches.logps_BPGT if current else batches.old_BPGT
-        rewards_BPG = -(logps_BPGT - batches.ref_BPGT).sum(axis=-1)
+        logps_B1GT = batches.logps_B1GT if current else batches.old_B1GT
+        rewards_BPG = -(logps_B1GT - batches.ref_B1GT).sum(axis=-1)
         found = moments([batches], [batches.advantages("leave_one_out", rewards_BPG)], ratio=ratio)
         yield name, aggregate, float(batches.weights_B @ -rewards_BPG.mean(axis=(1, 2))), found[aggregate]
 

@@ -252,7 +252,8 @@ def policy_loss(
     metrics = {
         "clip_low_fraction": masked_mean(((A < 0) | (two_sided & (A > 0))) & (rho < low), mask),
         "clip_high_fraction": masked_mean(((A > 0) | (two_sided & (A < 0))) & (rho > high), mask),
-        "ratio_max": jnp.max(rho, where=mask, initial=0.0),
-        "ratio_min": jnp.min(rho, where=mask, initial=jnp.inf),
+        # 1 where there is no token at all: an infinity would spoil averages and plots.
+        "ratio_max": jnp.where(mask.any(), jnp.max(rho, where=mask, initial=0.0), 1.0),
+        "ratio_min": jnp.where(mask.any(), jnp.min(rho, where=mask, initial=jnp.inf), 1.0),
     }
     return loss, metrics

@@ -35,6 +35,8 @@ from tests.algorithms.batches import (
 )
 
 over_pairs = pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+# Each pair draws its own: two hundred examples a property over all of them.
+few = settings(max_examples=12)
 over_combinations = pytest.mark.parametrize("combination", COMBINATIONS, ids="-".join)
 
 
@@ -65,6 +67,7 @@ def test_the_allowed_combinations_are_the_references() -> None:
 
 
 @over_pairs
+@few
 @given(batch=batches())
 def test_loss_equals_reference(x64, pair, batch) -> None:
     got = outcome_of(batch, pair).loss
@@ -96,7 +99,7 @@ def test_gradient_equals_finite_differences(x64, combination) -> None:
 
 
 @over_pairs
-@settings(max_examples=12)
+@few
 @given(batch=batches(), parts=st.lists(st.integers(0, 3), min_size=8, max_size=8))
 def test_micro_batches_add_up_to_the_whole(x64, pair, batch, parts) -> None:
     """Any assignment of the completions to up to four parts, some of them perhaps empty."""
@@ -113,7 +116,7 @@ def test_micro_batches_add_up_to_the_whole(x64, pair, batch, parts) -> None:
 
 
 @over_pairs
-@settings(max_examples=12)
+@few
 @given(
     batch=batches(), junk=st.sampled_from([0.0, 1e30, -50.0, np.inf, -np.inf, np.nan]), columns=st.integers(0, 3)
 )
@@ -140,7 +143,7 @@ def test_masked_positions_may_hold_anything(x64, pair, batch, junk, columns) -> 
 
 
 @over_pairs
-@settings(max_examples=12)
+@few
 @given(batch=batches(), seed=st.integers(0, 2**32 - 1))
 def test_order_changes_nothing(x64, pair, batch, seed) -> None:
     """Prompts, the completions of each prompt, and the tokens of each completion in any order."""
@@ -179,6 +182,7 @@ def test_nothing_to_train_on_is_zero_and_finite(x64, pair) -> None:
 
 
 @over_pairs
+@few
 @given(batch=batches())
 def test_no_advantage_no_gradient(x64, pair, batch) -> None:
     """Groups of equal rewards: exactly 0, however far the ratios are. (At the reference, so that the KL has none.)
@@ -216,6 +220,7 @@ def token_weights(mask: np.ndarray) -> np.ndarray:
 
 
 @over_pairs
+@few
 @given(batch=batches())
 def test_on_policy_the_ratio_is_one_and_the_gradient_is_known(x64, pair, batch) -> None:
     """REINFORCE's, ``-A`` times the token's weight in the aggregate, for all but two.

@@ -1,268 +1,282 @@
+"""What the loss is made of: options of the surrogates, KL, entropy, weights, masks, metrics, denominators."""
+
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
-from grpo_jax.algorithms import objectives
+from grpo_jax.algorithms import aggregates, objectives
 from tests.algorithms import reference
 from tests.algorithms.batches import (
-    COMBINATIONS,
+    AGGREGATE_NAMES,
     EXACT,
-    EXTRAS,
-    GOLDEN,
     MAX_COMPLETION_LENGTH,
     Batch,
-    golden_batch,
-    jitted_loss_and_gradient,
+    batches,
+    denominators_of,
     loss_and_gradient,
     loss_of,
-    on_device,
     random_batch,
-    reference_loss,
+    reference_gradients,
+    reference_losses,
+    reference_tokens,
 )
 
-AGGREGATE_NAMES = sorted(reference.AGGREGATES)
-
-# Names of the file -> keyword arguments; a row with any other key is of a variant that isn't offered.
-GOLDEN_KEYS = {
-    "surrogate": "surrogate",
-    "ratio": "ratio",
-    "clip_low": "clip_low",
-    "clip_high": "clip_high",
-    "aggregate": "aggregate",
-    "kl": "kl_estimator",
-    "beta": "beta",
+# Choices beside those that every combination is tested with: what is left out is at its default.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "clip": {},
+    "clip-delta": {"delta": 1.35, "clip_high": 0.1},
+    "clip-dual_clip": {"dual_clip": 1.1},
+    "clip-delta-dual_clip": {"delta": 1.4, "dual_clip": 1.2, "clip_low": 0.1},
+    "clip-delta-sequence": {"delta": 1.25, "ratio": "sequence"},
+    "clip-dual_clip-trajectory": {"dual_clip": 1.3, "ratio": "trajectory"},
+    "cispo": {"surrogate": "cispo"},
+    "sapo": {"surrogate": "sapo"},
+    "gmpo": {"surrogate": "gmpo"},
+    "clip_cov": {"surrogate": "clip_cov"},
+    "kl_cov": {"surrogate": "kl_cov"},
+    **{
+        f"kl-{name}{'-unbiased' * unbiased}": {"beta": 0.3, "kl_estimator": name, "kl_unbiased": unbiased}
+        for name, unbiased in [*((name, False) for name in reference.KL), ("k1", True), ("k3", True)]
+    },
+    "entropy": {"entropy_coef": -0.2},
 }
+over_variants = pytest.mark.parametrize("name", VARIANTS)
 
 
-def golden_rows() -> list[tuple[dict[str, Any], str, float]]:
-    rows = []
-    for row in GOLDEN["losses"]:
-        rest = dict(row)
-        expected, name = rest.pop("loss"), rest.pop("advantages", "group (eps 1e-4, ddof 1)")
-        offered = (
-            set(rest) <= set(GOLDEN_KEYS)
-            and rest["surrogate"] in objectives.SURROGATES
-            and rest["ratio"] in objectives.RATIOS
-            and rest["aggregate"] in objectives.AGGREGATES
-        )
-        if offered:
-            rows.append(({GOLDEN_KEYS[key]: value for key, value in rest.items()}, name, expected))
-    return rows
+VARIED = ("new", "old", "ref", "weights")
 
 
-GOLDEN_ROWS = golden_rows()
-GOLDEN_SINGLE_TOKENS = [row for row in GOLDEN["single_token"] if set(row) <= {"A", "rho", "clip", "loss"}]
+@jax.jit
+def every_variant(batch: Batch) -> dict[str, Any]:
+    """Loss, and its gradients for new and for what should be constant."""
+
+    def loss(floats: dict[str, Any], options: dict[str, Any]) -> Any:
+        return loss_of(batch._replace(**floats), **options)[0]
+
+    floats = {name: getattr(batch, name) for name in VARIED}
+    return {name: jax.value_and_grad(loss)(floats, options) for name, options in VARIANTS.items()}
 
 
-def test_every_name_has_a_reference() -> None:
-    assert set(objectives.SURROGATES) == set(reference.SURROGATES)
-    assert set(objectives.RATIOS) == set(reference.RATIOS)
-    assert set(objectives.AGGREGATES) == set(reference.AGGREGATES)
+@over_variants
+@settings(max_examples=12)
+@given(batch=batches())
+def test_loss_of_a_variant_equals_reference(x64, name, batch) -> None:
+    expected = reference_losses(batch, **VARIANTS[name])[AGGREGATE_NAMES.index("token_mean")]
+    largest = max(1.0, float(np.abs(reference_tokens(batch, **VARIANTS[name])).max()))
+    np.testing.assert_allclose(every_variant(batch)[name][0], expected, rtol=1e-12, atol=1e-13 * largest)
 
 
-def test_golden_rows_are_all_there() -> None:
-    # Three aggregations with and without KL, and the asymmetric clip.
-    assert len(GOLDEN_ROWS) == 3 * 2 + 1
-    assert len(GOLDEN_SINGLE_TOKENS) == 3
+@over_variants
+def test_gradient_of_a_variant_equals_finite_differences(x64, name) -> None:
+    # Ratios far enough out for every bound to be reached; one batch alone might miss the rarest.
+    for seed in (31, 32):
+        batch = random_batch(seed, spread=0.5)
+        got = every_variant(batch)[name][1]["new"]
+        expected = reference_gradients(batch, **VARIANTS[name])[AGGREGATE_NAMES.index("token_mean")]
+        # Central differences of step 1e-6: noise of 1e-16 * value / step, about 1e-10.
+        np.testing.assert_allclose(got, expected, rtol=1e-7, atol=2e-9)
 
 
-@pytest.mark.parametrize("run", [loss_and_gradient, jitted_loss_and_gradient], ids=["eager", "jit"])
-@pytest.mark.parametrize(("options", "advantages_name", "expected"), GOLDEN_ROWS)
-def test_golden_losses(x64, run, options, advantages_name, expected) -> None:
-    batch = golden_batch(advantages_name=advantages_name)
-    loss, _, metrics = run(on_device(batch), **options)
-    assert loss.dtype == jnp.float64
-    np.testing.assert_allclose(loss, expected, **EXACT)
-    np.testing.assert_allclose(reference_loss(batch, **options), expected, **EXACT)
-    if options["clip_high"] == 0.2:
-        fraction = GOLDEN["clip_fraction_token_mean"]
-        np.testing.assert_allclose(metrics["clip_low_fraction"], fraction["low"], **EXACT)
-        np.testing.assert_allclose(metrics["clip_high_fraction"], fraction["high"], **EXACT)
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("clip-delta", {"clip_high": 0.1}),
+        ("clip-dual_clip", {}),
+        ("clip-delta-sequence", {"ratio": "sequence"}),
+        ("clip-dual_clip-trajectory", {"ratio": "trajectory"}),
+    ],
+)
+def test_a_variant_differs_from_the_plain_one(name, other) -> None:
+    """Else the two tests above could not fail for its sake."""
+    batch = random_batch(31, spread=0.5)
+    assert (reference_losses(batch, **VARIANTS[name]) != reference_losses(batch, **other)).all()
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("options", COMBINATIONS, ids=lambda o: "-".join(o.values()))
-def test_equals_reference(x64, options, seed) -> None:
-    batch = random_batch(seed)
-    got, _, _ = jitted_loss_and_gradient(on_device(batch), **options, **EXTRAS)
-    np.testing.assert_allclose(got, reference_loss(batch, **options, **EXTRAS), **EXACT)
+def test_defaults_are_those_of_the_papers() -> None:
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(objectives.policy_loss).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+    for name, value in {
+        "surrogate": "clip",
+        "ratio": "token",
+        "aggregate": "token_mean",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "delta": None,
+        "dual_clip": None,
+        "cispo_low": 0.0,
+        "cispo_high": 5.0,
+        "tau_pos": 1.0,
+        "tau_neg": 1.05,
+        "gmpo_range": 0.4,
+        "kl_cov_coef": 1.0,
+        "cov_share": 2e-4,
+        "cov_low": 1.0,
+        "cov_high": 5.0,
+    }.items():
+        assert defaults[name] == value, name
 
 
-@pytest.mark.parametrize("options", COMBINATIONS, ids=lambda o: "-".join(o.values()))
-def test_gradient_equals_finite_differences(x64, options) -> None:
-    """Old and reference log-probabilities, entropies and weights held fixed."""
-    batch = random_batch(11)
-    _, gradient, _ = jitted_loss_and_gradient(on_device(batch), **options, **EXTRAS)
-    expected = reference.finite_differences(
-        lambda new: reference_loss(batch._replace(new=new), **options, **EXTRAS), batch.new
-    )
-    # Central differences of step 1e-6: noise of 1e-16 * value / step, about 1e-10.
-    np.testing.assert_allclose(gradient, expected, rtol=1e-7, atol=2e-9)
-    assert np.abs(expected).max() > 1e-3
+# ------------------------------------------------------------------------------- constants and weights
 
 
-@pytest.mark.parametrize("aggregate", AGGREGATE_NAMES)
-def test_gradient_on_policy_equals_finite_differences(x64, aggregate) -> None:
-    """Without old log-probabilities the ratio's denominator is the policy itself, held fixed."""
+def test_without_old_log_probabilities_the_policy_itself_is_old(x64) -> None:
     batch = random_batch(12)
-    _, gradient, _ = jitted_loss_and_gradient(on_device(batch)._replace(old=None), aggregate=aggregate)
-    expected = reference.finite_differences(
-        lambda new: reference_loss(batch._replace(old=batch.new, new=new), aggregate=aggregate), batch.new
-    )
-    np.testing.assert_allclose(gradient, expected, rtol=1e-7, atol=2e-9)
+    expected = jax.jit(loss_and_gradient)(batch._replace(old=batch.new))
+    got = jax.jit(loss_and_gradient)(batch._replace(old=None))
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    assert np.abs(got[1]).max() > 1e-3
 
 
-@pytest.mark.parametrize("aggregate", AGGREGATE_NAMES)
-def test_float32_is_close_to_float64(aggregate) -> None:
-    batch = random_batch(3)
-    small = on_device(Batch(*(x if x.dtype == bool else x.astype(np.float32) for x in batch)))
-    got, gradient, _ = jitted_loss_and_gradient(small, aggregate=aggregate, **EXTRAS)
-    assert got.dtype == gradient.dtype == jnp.float32
-    # Eighty terms of order 1, each with a rounding of 6e-8.
-    expected = reference_loss(batch, aggregate=aggregate, **EXTRAS)
-    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("case", GOLDEN_SINGLE_TOKENS, ids=lambda c: f"A{c['A']}-rho{c['rho']}")
-def test_golden_single_tokens(x64, case) -> None:
-    loss, _ = objectives.policy_loss(
-        jnp.log(jnp.full((1, 1, 1), case["rho"])),
-        jnp.zeros((1, 1, 1)),
-        jnp.full((1, 1), case["A"]),
-        jnp.ones((1, 1, 1), bool),
-        clip_low=case["clip"],
-        clip_high=case["clip"],
-    )
-    np.testing.assert_allclose(loss, case["loss"], **EXACT)
-
-
-@pytest.mark.parametrize("aggregate", AGGREGATE_NAMES)
-def test_on_policy_the_ratio_is_one_and_the_gradient_that_of_reinforce(x64, aggregate) -> None:
-    batch = random_batch(8)._replace(weights=np.ones((4, 4, 5)))
-    batch_on_policy = on_device(batch)._replace(old=None)
-    loss, gradient, metrics = jitted_loss_and_gradient(batch_on_policy, aggregate=aggregate)
-    assert metrics["ratio_max"] == metrics["ratio_min"] == 1
-    assert metrics["clip_low_fraction"] == metrics["clip_high_fraction"] == 0
-    # REINFORCE: the aggregate of -A log p, which is linear in the log-probabilities.
-    length = batch.mask.sum(axis=-1, keepdims=True)
-    completions = (length > 0).sum()
-    weight = {
-        "token_mean": batch.mask / batch.mask.sum(),
-        "sequence_mean": batch.mask / np.maximum(length, 1) / completions,
-        "constant": batch.mask / (completions * MAX_COMPLETION_LENGTH),
-    }[aggregate]
-    np.testing.assert_allclose(gradient, -batch.advantages_PG[..., None] * weight, **EXACT)
-    batch_with_old = on_device(batch._replace(old=batch.new))
-    explicit = jitted_loss_and_gradient(batch_with_old, aggregate=aggregate)
-    np.testing.assert_allclose(loss, explicit[0], **EXACT)
-    np.testing.assert_allclose(gradient, explicit[1], **EXACT)
-
-
-def test_a_clip_counts_where_it_takes_the_gradient(x64) -> None:
-    batch = random_batch(9, P=8, T=12)._replace(weights=np.ones((8, 4, 12)))
-    _, gradient, metrics = jitted_loss_and_gradient(on_device(batch), clip_low=0.1, clip_high=0.3)
-    without = batch.mask & (np.asarray(gradient) == 0)
-    negative = (batch.advantages_PG < 0)[..., None]
-    tokens = batch.mask.sum()
-    assert (without & negative).sum() > 0 and (without & ~negative).sum() > 0
-    np.testing.assert_allclose(metrics["clip_low_fraction"], (without & negative).sum() / tokens, **EXACT)
-    np.testing.assert_allclose(metrics["clip_high_fraction"], (without & ~negative).sum() / tokens, **EXACT)
-    ratios = np.exp(batch.new - batch.old)[batch.mask]
-    np.testing.assert_allclose(metrics["ratio_max"], ratios.max(), **EXACT)
-    np.testing.assert_allclose(metrics["ratio_min"], ratios.min(), **EXACT)
-
-
-@pytest.mark.parametrize("log_ratio", [-1000.0, -89.0, 89.0, 1000.0])
-@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
-@pytest.mark.parametrize("kl_estimator", sorted(reference.KL))
-def test_extreme_log_ratios_stay_finite_in_float32(log_ratio, advantage, kl_estimator) -> None:
-    batch = random_batch(10, dtype=np.float32)
-    batch = batch._replace(
-        old=batch.new - np.float32(log_ratio),
-        ref=batch.new + np.float32(log_ratio),
-        advantages_PG=np.full_like(batch.advantages_PG, advantage),
-    )
-    loss, gradient, metrics = jitted_loss_and_gradient(on_device(batch), beta=1.0, kl_estimator=kl_estimator)
-    assert all(np.isfinite(x).all() for x in (loss, gradient, *metrics.values()))
-
-
-def test_no_gradient_flows_into_old_reference_and_weights(x64) -> None:
-    batch = on_device(random_batch(13))
-    gradients = jax.grad(lambda b: loss_of(b, **EXTRAS)[0], allow_int=True)(batch)
-    for name in ("old", "ref", "weights"):
-        assert (np.asarray(getattr(gradients, name)) == 0).all(), name
-    assert np.abs(gradients.new).max() > 0
+@over_variants
+def test_no_gradient_flows_into_what_is_constant(x64, name) -> None:
+    """Old and reference log-probabilities and importance weights."""
+    _, gradients = every_variant(random_batch(13))[name]
+    for constant in ("old", "ref", "weights"):
+        assert (np.asarray(gradients[constant]) == 0).all(), constant
+    assert np.abs(gradients["new"]).max() > 1e-3
 
 
 def test_entropy_gradient_pushes_entropy_up(x64) -> None:
-    batch = on_device(random_batch(14))
-    gradient = jax.grad(lambda e: loss_of(batch._replace(entropy=e), entropy_coef=0.5)[0])(batch.entropy)
+    batch = random_batch(14)
+    loss = lambda e: loss_of(batch._replace(entropy=e), entropy_coef=0.5)[0]  # noqa: E731
+    gradient = jax.jit(jax.grad(loss))(batch.entropy)
     np.testing.assert_allclose(gradient, -0.5 * batch.mask / batch.mask.sum(), **EXACT)
+
+
+@jax.jit
+def surrogate_and_kl(batch: Batch) -> dict[str, Any]:
+    """Losses a pair of aggregates, of the surrogate alone and of the KL alone."""
+    still = batch._replace(advantages_PG=0 * batch.advantages_PG)
+    return {
+        "surrogate": jnp.stack([loss_of(batch, aggregate=name)[0] for name in AGGREGATE_NAMES]),
+        "kl": jnp.stack([loss_of(still, beta=1.0, aggregate=name)[0] for name in AGGREGATE_NAMES]),
+    }
 
 
 def test_importance_weights_multiply_the_surrogate_and_not_the_kl(x64) -> None:
     batch = random_batch(15)
-    ones = np.ones_like(batch.weights)
-    kl_only = batch._replace(advantages_PG=np.zeros_like(batch.advantages_PG))
-    plain, _ = loss_of(on_device(kl_only._replace(weights=ones)), beta=1.0)
-    weighted, _ = loss_of(on_device(kl_only._replace(weights=0.9 * ones)), beta=1.0)
-    np.testing.assert_allclose(weighted, plain, **EXACT)
-    plain, _ = loss_of(on_device(batch._replace(weights=ones)))
-    weighted, _ = loss_of(on_device(batch._replace(weights=0.9 * ones)))
-    np.testing.assert_allclose(weighted, 0.9 * plain, **EXACT)
+    whole = batch._replace(weights=np.ones_like(batch.weights))
+    plain, weighted = surrogate_and_kl(whole), surrogate_and_kl(whole._replace(weights=0.9 * whole.weights))
+    np.testing.assert_allclose(weighted["surrogate"], 0.9 * plain["surrogate"], **EXACT)
+    np.testing.assert_array_equal(weighted["kl"], plain["kl"])
+
+
+def test_the_policy_mask_takes_tokens_out_of_the_surrogates_numerator_alone(x64) -> None:
+    """The two halves add up: denominators, ratios and KL know nothing of it."""
+    batch = random_batch(16)
+    whole, half, other = (
+        surrogate_and_kl(batch._replace(policy_mask=mask))
+        for mask in (np.ones_like(batch.policy_mask), batch.policy_mask, ~batch.policy_mask)
+    )
+    np.testing.assert_allclose(half["surrogate"] + other["surrogate"], whole["surrogate"], **EXACT)
+    np.testing.assert_array_equal(half["kl"], whole["kl"])
+    assert (np.abs(half["surrogate"]) > 1e-3).all()
+
+
+# ------------------------------------------------------------------------------------------- metrics
 
 
 def test_loss_is_the_sum_of_its_reported_parts(x64) -> None:
-    batch = on_device(random_batch(16))
-    loss, metrics = loss_of(batch, beta=0.3, entropy_coef=0.0)
-    np.testing.assert_allclose(loss, metrics["policy_loss"] + metrics["kl_loss"], **EXACT)
-    np.testing.assert_allclose(metrics["kl_loss"], 0.3 * metrics["kl"], **EXACT)
+    batch = random_batch(17)
+    loss, metrics = jax.jit(lambda b: loss_of(b, beta=0.3, entropy_coef=0.2, kl_estimator="k2"))(batch)
+    parts = metrics["policy_loss"] + metrics["kl_loss"] + metrics["entropy_loss"]
+    np.testing.assert_allclose(loss, parts, **EXACT)
+    new, ref = batch.new[batch.mask], batch.ref[batch.mask]
+    np.testing.assert_allclose(metrics["kl_loss"], 0.3 * ((new - ref) ** 2 / 2).mean(), **EXACT)
+    # Whatever is in the loss, the reported divergence is the unbiased estimate.
+    np.testing.assert_allclose(metrics["kl"], (np.exp(ref - new) - (ref - new) - 1).mean(), **EXACT)
     np.testing.assert_allclose(metrics["entropy"], batch.entropy[batch.mask].mean(), **EXACT)
+    np.testing.assert_allclose(metrics["entropy_loss"], -0.2 * batch.entropy[batch.mask].mean(), **EXACT)
 
 
-@pytest.mark.parametrize(("aggregate", "expected"), [("token_mean", 5), ("sequence_mean", 2), ("constant", 2 * 8)])
-def test_loss_denominator(aggregate, expected) -> None:
-    mask = jnp.array([[[1, 1, 1], [0, 0, 0]], [[1, 1, 0], [0, 0, 0]]])
-    got = objectives.loss_denominator(mask, aggregate=aggregate, max_completion_length=8)
-    assert got == expected
+RATIOS = ("token", "sequence", "trajectory")
+CLIP = {"clip_low": 0.1, "clip_high": 0.3}
+
+
+@jax.jit
+def clipped(batch: Batch) -> dict[str, Any]:
+    """Gradient and metrics of the clipped surrogate alone, with every ratio."""
+    bare = batch._replace(ref=None, entropy=None)
+    return {ratio: loss_and_gradient(bare, ratio=ratio, **CLIP)[1:] for ratio in RATIOS}
+
+
+@given(batch=batches())
+def test_clip_fractions_and_extremes_of_the_ratio(x64, batch) -> None:
+    got = clipped(batch)
+    d = np.where(batch.mask, batch.new - batch.old, 0.0)
+    total, n = d.sum(axis=-1, keepdims=True), np.maximum(batch.mask.sum(axis=-1, keepdims=True), 1)
+    A = np.broadcast_to(batch.advantages_PG[..., None], d.shape)[batch.mask]
+    for ratio, log_ratio in zip(RATIOS, (d, total / n + 0 * d, total + 0 * d), strict=True):
+        rho, (_, metrics) = np.exp(np.clip(log_ratio, -20, 20))[batch.mask], got[ratio]
+        np.testing.assert_allclose(metrics["clip_low_fraction"], ((A < 0) & (rho < 0.9)).mean(), **EXACT)
+        np.testing.assert_allclose(metrics["clip_high_fraction"], ((A > 0) & (rho > 1.3)).mean(), **EXACT)
+        np.testing.assert_allclose(metrics["ratio_max"], rho.max(), rtol=1e-12)
+        np.testing.assert_allclose(metrics["ratio_min"], rho.min(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_a_clip_counts_where_it_takes_the_gradient(x64, ratio) -> None:
+    batch = random_batch(2)
+    everywhere = np.ones_like(batch.policy_mask)
+    gradient, metrics = clipped(batch._replace(policy_mask=everywhere))[ratio]
+    without = batch.mask & (np.asarray(gradient) == 0)
+    negative = (batch.advantages_PG < 0)[..., None]
+    for name, tokens in (("clip_low_fraction", without & negative), ("clip_high_fraction", without & ~negative)):
+        assert tokens.any()
+        np.testing.assert_allclose(metrics[name], tokens.sum() / batch.mask.sum(), **EXACT)
+
+
+# -------------------------------------------------------------------------------------- aggregation
 
 
 @pytest.mark.parametrize(
     ("aggregate", "expected"),
-    # Values 1 2 3 | 4: with the denominators of this mask, (1+2+3+4)/4, (6/3 + 4/1)/2, 10/(2*8).
-    [("token_mean", 2.5), ("sequence_mean", 3.0), ("constant", 0.625)],
+    [("token_mean", 5), ("sequence_mean", 2), ("constant", 2 * MAX_COMPLETION_LENGTH), ("sequence_sum", 2)],
 )
-def test_aggregate_tokens(aggregate, expected) -> None:
-    mask = jnp.array([[[1, 1, 1], [1, 0, 0]]])
-    values = jnp.array([[[1.0, 2.0, 3.0], [4.0, np.nan, np.nan]]])
-    denominator = objectives.loss_denominator(mask, aggregate=aggregate, max_completion_length=8)
-    got = objectives.aggregate_tokens(values, mask, aggregate=aggregate, denominator=denominator)
-    np.testing.assert_allclose(got, expected, rtol=1e-6)  # a few float32 roundings
+def test_loss_denominator(aggregate, expected) -> None:
+    """Completions without a token are none."""
+    mask = jnp.array([[[1, 1, 1], [0, 0, 0]], [[1, 1, 0], [0, 0, 0]]])
+    options = {"aggregate": aggregate, "max_completion_length": MAX_COMPLETION_LENGTH}
+    assert aggregates.loss_denominator(mask, **options) == expected
+    assert aggregates.loss_denominator(0 * mask, **options) > 0
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"surrogate": "clipp"}, "surrogate.*clipp"),
-        ({"ratio": "word"}, "ratio.*word"),
-        ({"aggregate": "median"}, "aggregate.*median"),
-        ({"kl_estimator": "k9", "beta": 0.1}, "k9"),
-        ({"aggregate": "constant", "max_completion_length": None}, "max_completion_length"),
-    ],
+    ("aggregate", "expected"),
+    # Values 1 2 3 | 4: (1+2+3+4)/4, (6/3 + 4/1)/2, 10/(2*8), 10/2.
+    [("token_mean", 2.5), ("sequence_mean", 3.0), ("constant", 0.625), ("sequence_sum", 5.0)],
 )
-def test_unknown_names_are_refused(options, named) -> None:
-    with pytest.raises(ValueError, match=named):
-        loss_of(on_device(random_batch(0, dtype=np.float32)), **options)
+def test_aggregate_tokens(aggregate, expected) -> None:
+    mask = jnp.array([[[1, 1, 1], [1, 0, 0]]])
+    values = jnp.array([[[1.0, 2.0, 3.0], [4.0, np.nan, np.inf]]])
+    denominator = aggregates.loss_denominator(
+        mask, aggregate=aggregate, max_completion_length=MAX_COMPLETION_LENGTH
+    )
+    got = aggregates.aggregate_tokens(values, mask, aggregate=aggregate, denominator=denominator)
+    np.testing.assert_allclose(got, expected, rtol=1e-6)  # a few float32 roundings
 
 
-def test_terms_without_their_arrays_are_refused() -> None:
-    batch = on_device(random_batch(0, dtype=np.float32))
-    with pytest.raises(ValueError, match="beta.*ref_logps_PGT"):
-        loss_of(batch._replace(ref=None), beta=0.1)
-    with pytest.raises(ValueError, match="entropy_coef.*entropy_PGT"):
-        loss_of(batch._replace(entropy=None), entropy_coef=0.1)
+def test_the_denominator_is_that_of_the_arrays_unless_given(x64) -> None:
+    batch = random_batch(18)
+    whole = denominators_of(batch.mask)
+
+    @jax.jit
+    def losses(batch: Batch, whole: dict[str, Any]) -> Any:
+        own = [loss_of(batch, aggregate=name)[0] for name in AGGREGATE_NAMES]
+        same = [loss_of(batch, aggregate=n, denominator=whole[n])[0] for n in AGGREGATE_NAMES]
+        half = [loss_of(batch, aggregate=n, denominator=2 * whole[n])[0] for n in AGGREGATE_NAMES]
+        return jnp.stack(own), jnp.stack(same), 2 * jnp.stack(half)
+
+    own, same, doubled = losses(batch, whole)
+    np.testing.assert_array_equal(own, same)
+    np.testing.assert_allclose(doubled, own, **EXACT)

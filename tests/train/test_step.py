@@ -337,7 +337,8 @@ def test_tokens_are_selected_from_the_whole_batch_whatever_the_micro_batches(obj
 def test_every_choice_of_the_objective_reaches_the_loss() -> None:
     """The step's loss is grpo_loss with each of the config's settings."""
     settings: dict[str, Any] = {
-        "surrogate": "clip", "ratio": "token", "clip_low": 0.01, "clip_high": 0.02, "delta": 1.05, "dual_clip": 1.04,
+        "surrogate": "clip", "ratio": "token", "clip_low": 0.01, "clip_high": 0.02, "delta": 1.05,
+        "dual_clip": 1.04,
         "aggregate": "sequence_sum", "beta": 0.3, "kl_estimator": "k1", "kl_unbiased": True, "entropy_coef": 0.2,
         "importance": "sequence", "importance_outside": "drop", "importance_low": 0.9, "importance_cap": 1.1,
     }  # fmt: skip
