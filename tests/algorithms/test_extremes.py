@@ -18,8 +18,9 @@ from tests.algorithms.batches import (
 )
 
 # Every pair by itself, and one with the terms that aren't a pair's own.
+PROGRAMS = [*((pair, True) for pair in PAIRS), (("clip", "token"), False)]
 over_programs = pytest.mark.parametrize(
-    ("pair", "bare"), [*((pair, True) for pair in PAIRS), (("clip", "token"), False)]
+    ("pair", "bare"), PROGRAMS, ids=["-".join(pair) + "-all_terms" * (not bare) for pair, bare in PROGRAMS]
 )
 
 # Where float32's exp over- and underflows (88.7, -103.97), where log-ratios are clamped, and far beyond.

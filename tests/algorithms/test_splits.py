@@ -26,10 +26,11 @@ from tests.algorithms.batches import (
 )
 
 # Every pair by itself, and one with the terms that aren't a pair's own.
-over_programs = pytest.mark.parametrize(
-    ("pair", "bare"), [*((pair, True) for pair in PAIRS), (("clip", "token"), False)]
-)
+PROGRAMS = [*((pair, True) for pair in PAIRS), (("clip", "token"), False)]
 seeds = st.integers(0, 2**32 - 1)
+over_programs = pytest.mark.parametrize(
+    ("pair", "bare"), PROGRAMS, ids=["-".join(pair) + "-all_terms" * (not bare) for pair, bare in PROGRAMS]
+)
 
 # One batch's gradient is compared with finite differences of the reference, whose noise is about 1e-10.
 SEED = 21

@@ -307,6 +307,12 @@ def test_equal_rewards_leave_the_weights_alone() -> None:
     assert_trees_close(params(), state.params, atol=0)
 
 
+@functools.cache
+def logps_of(scale: float) -> jax.Array:
+    """Log-probabilities of another policy, whose weights are ``scale`` times these."""
+    return jax.jit(make_step(make_config()).score)(jax.tree.map(lambda x: x * scale, params()), rollout())[0]
+
+
 SELECTIONS = [
     {"top_entropy": 0.3},
     {"surrogate": "clip_cov", "cov_share": 0.2, "cov_low": 0.0, "cov_high": 1e6},
@@ -317,8 +323,7 @@ SELECTIONS = [
 @pytest.mark.parametrize("objective", SELECTIONS, ids=lambda o: o.get("surrogate", "top_entropy"))
 def test_tokens_are_selected_from_the_whole_batch_whatever_the_micro_batches(objective: dict[str, Any]) -> None:
     """Ranked within each micro-batch, other tokens would be picked."""
-    old = jax.jit(make_step(make_config()).score)(jax.tree.map(lambda x: x * 0.9, params()), rollout())[0]
-    batch = batch_of(rollout(), old_logps_PGT=old)
+    batch = batch_of(rollout(), old_logps_PGT=logps_of(0.9))
     states = []
     for parts in (1, 4):
         config = with_train(make_config(**objective), prompt_micro_batches=parts)
@@ -344,11 +349,10 @@ def test_every_choice_of_the_objective_reaches_the_loss() -> None:
     }  # fmt: skip
     config = make_config(**settings)
     step = make_step(config)
-    old, _ = jax.jit(step.score)(jax.tree.map(lambda x: x * 0.95, params()), rollout())
-    ref, _ = jax.jit(step.score)(jax.tree.map(lambda x: x * 0.9, params()), rollout())
+    old, ref = logps_of(0.95), logps_of(0.9)
     batch = batch_of(rollout(), old_logps_PGT=old, ref_logps_PGT=ref)
     _, metrics = jax.jit(step.train_step)(start(config), batch)
-    new, entropy = jax.jit(step.logps)(params(), batch)
+    new, entropy = jax.jit(step.score)(params(), rollout())
     mask = batch.loss_mask_PGT
     weights, weight_metrics = importance_weights(
         old, batch.sampler_logps_PGT, mask, level="sequence", outside="drop", low=0.9, cap=1.1
@@ -388,10 +392,10 @@ def test_every_choice_of_the_objective_reaches_the_loss() -> None:
 def test_options_of_a_surrogate_reach_the_loss(objective: dict[str, Any]) -> None:
     config = make_config(**objective)
     step = make_step(config)
-    old, _ = jax.jit(step.score)(jax.tree.map(lambda x: x * 0.95, params()), rollout())
+    old = logps_of(0.95)
     batch = batch_of(rollout(), old_logps_PGT=old)
     _, metrics = jax.jit(step.train_step)(start(config), batch)
-    new, _ = jax.jit(step.logps)(params(), batch)
+    new = logps_of(1.0)
     expected, _ = policy_loss(new, old, batch.advantages_PG, batch.loss_mask_PGT, **objective)
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-4, atol=1e-6)  # float32, compiled another way
     default, _ = policy_loss(
