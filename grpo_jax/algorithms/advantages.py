@@ -30,7 +30,8 @@ def group_advantages(
     - ``batch``: ``(r - mean of the batch) / (std of the batch + eps)``. "REINFORCE++" (2501.03262).
     - ``batch_baseline``: ``r - mean``, over the standard deviation of that in the batch: its form with baseline.
     - ``leave_one_out``: ``r - mean of the others``. "Back to Basics", RLOO (2402.14740).
-    - ``maxrl``: ``(r - mean) / mean``, 0 where the mean is not above 0. "MaxRL" (2602.02710).
+    - ``maxrl``: ``(r - mean) / mean``, 0 where the mean is not above 0. "MaxRL" (2602.02710). With rewards 0 and 1
+      it follows the expansion of log p up to order G - 1.
     - ``opo``: ``r - Σ n r / Σ n``, the group's mean weighted by length. "On-Policy RL with Optimal Reward
       Baseline" (2505.23585).
 

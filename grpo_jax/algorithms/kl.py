@@ -1,8 +1,9 @@
 """Estimators of the KL divergence to the reference, a value a token.
 
 With samples from the policy, the expectation of ``k1`` and ``k3`` is KL(policy || reference); ``k2`` is biased
-in value and has the exact gradient. See "Approximating KL Divergence" (J. Schulman, 2020). What each estimator's
-gradient is in expectation, as a term of the loss, is tabulated in ``experiments/bias_table.py``.
+in value, but summed over tokens on-policy it has the exact gradient of the token-level divergence. See
+"Approximating KL Divergence" (J. Schulman, 2020). What each estimator's gradient is in expectation, as a term of
+the loss, is tabulated in ``experiments/bias_table.py``.
 """
 
 from __future__ import annotations

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.algorithms.aggregates import masked_mean
+from grpo_jax.config.combinations import COVARIANCE_SURROGATES
 from grpo_jax.types import Array
 
-# A share of a count is rounded as the exact product would be: 0.07 * 100 is 7.000000000000001 in binary.
-_ROUNDING = 1e-6
+# A share of a count is rounded as the exact product would be: 0.6 * 105 is 63.000004 in float32. Relative.
+_ROUNDING = 3e-7
 
 
 def top_entropy_tokens(entropy_PGT: Array, mask_PGT: Array, *, share: float) -> Array:
@@ -22,7 +23,7 @@ def top_entropy_tokens(entropy_PGT: Array, mask_PGT: Array, *, share: float) -> 
 
     See "Beyond the 80/20 Rule" (arXiv 2506.01939), which trains on a share of 0.2.
     """
-    count = jnp.ceil(share * mask_PGT.astype(bool).sum() - _ROUNDING)
+    count = jnp.ceil(share * mask_PGT.astype(bool).sum() * (1 - _ROUNDING))
     return _largest(entropy_PGT, mask_PGT.astype(bool), count)
 
 
@@ -56,10 +57,11 @@ def covariance_tokens(
     Returns:
         bool ``[P, G, T]``.
     """
+    assert surrogate in COVARIANCE_SURROGATES, surrogate
     mask = mask.astype(bool)
     logps, advantages = jax.lax.stop_gradient((logps, jnp.broadcast_to(advantages[..., None], mask.shape)))
     covariance = (logps - masked_mean(logps, mask)) * (advantages - masked_mean(advantages, mask))
-    count = jnp.maximum(jnp.floor(share * mask.sum() + _ROUNDING), 1)
+    count = jnp.maximum(jnp.floor(share * mask.sum() * (1 + _ROUNDING)), 1)
     if surrogate == "kl_cov":
         return _largest(covariance, mask, count)
     candidates = mask & (covariance >= low) & (covariance <= high)

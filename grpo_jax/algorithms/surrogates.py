@@ -90,5 +90,6 @@ def clip_cov(ratio: Array, advantages: Array, selected: Array, *, clip_low: floa
 
 def kl_cov(ratio: Array, advantages: Array, log_ratio: Array, selected: Array, *, kl_cov_coef: float) -> Array:
     """``-ρ A``, and ``+ kl_cov_coef |log ρ_t|`` for the tokens with the largest covariance (arXiv 2505.22617)."""
-    penalty = kl_cov_coef * jnp.abs(log_ratio)
+    # |x| by its sign: jnp.abs has the derivative 1 at 0, where every on-policy token is, and its minimum has 0.
+    penalty = kl_cov_coef * log_ratio * jax.lax.stop_gradient(jnp.sign(log_ratio))
     return -ratio * advantages + jnp.where(selected, penalty, 0.0)
