@@ -1,0 +1,1 @@
+"""Benchmarks: how fast a step is, beside the machine's own limits and beside other frameworks."""
