@@ -128,15 +128,13 @@ def token_logps(
         x = jnp.pad(x, [(0, num_chunks * chunk - num_tokens if i == axis else 0) for i in range(x.ndim)])
         return jnp.moveaxis(x.reshape(*leading, num_chunks, chunk, *x.shape[axis + 1 :]), axis, 0)
 
-    outputs = _logps_of_chunks(plan, split(hidden_ND), head_VD, split(targets_N))
+    outputs = _compiled_logps_of_chunks(plan, split(hidden_ND), head_VD, split(targets_N))
     logps_N, entropy_N = (
         jnp.moveaxis(x, 0, -2).reshape(*leading, num_chunks * chunk)[..., :num_tokens] for x in outputs
     )
     return logps_N, entropy_N
 
 
-# Compiled also where the caller is not, so that a second call does not compile its loops again.
-@functools.partial(jax.jit, static_argnums=0)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _logps_of_chunks(plan: _Plan, hidden_CND: Array, head_VD: Array, targets_CN: Array) -> tuple[Array, Array]:
     """Log-probabilities and entropies ``[C, ..., N]``."""
@@ -208,7 +206,9 @@ def _backward(
     return d_hidden_CND, d_head_BKD.reshape(head_VD.shape).astype(head_VD.dtype), None
 
 
-_logps_of_chunks.__wrapped__.defvjp(_forward, _backward)
+_logps_of_chunks.defvjp(_forward, _backward)
+# Where the caller is not compiled, a second call would otherwise compile the loops again.
+_compiled_logps_of_chunks = jax.jit(_logps_of_chunks, static_argnums=0)
 
 
 def _dropped_and_kept(plan: _Plan) -> tuple[Array, Array]:
