@@ -151,14 +151,13 @@ def _forward(
     def one_chunk(_: None, chunk: tuple[Array, Array]) -> tuple[None, tuple[Array, _Residuals]]:
         hidden_ND, targets_N = chunk
 
-        def one_block(_: None, block: Array, *, keep: bool) -> tuple[None, tuple[_Sums, Array | None]]:
+        def one_block(block: Array) -> tuple[_Sums, Array]:
             logits_NB = _block_logits(plan, hidden_ND, _block_of(head_BKD, block), block)
-            sums = _sums_of_block(logits_NB, targets_N, block, plan.num_blocks)
-            return None, (sums, logits_NB if keep else None)
+            return _sums_of_block(logits_NB, targets_N, block, plan.num_blocks), logits_NB
 
         dropped, kept = _dropped_and_kept(plan)
-        _, (dropped_sums, _) = jax.lax.scan(functools.partial(one_block, keep=False), None, dropped)
-        _, (kept_sums, logits_KNB) = jax.lax.scan(functools.partial(one_block, keep=True), None, kept)
+        dropped_sums = jax.lax.map(lambda block: one_block(block)[0], dropped)
+        kept_sums, logits_KNB = jax.lax.map(one_block, kept)
         sums = jax.tree.map(lambda *x: jnp.concatenate(x), dropped_sums, kept_sums)
         logps_N, entropy_N, log_normalizer_N = _join_blocks(sums)
         return None, (logps_N, _Residuals(hidden_ND, targets_N, log_normalizer_N, entropy_N, logits_KNB))
@@ -174,9 +173,11 @@ def _backward(
     head_VD, residuals = saved
     head_BKD = head_VD.reshape(-1, plan.num_blocks, head_VD.shape[1])
     dtype = residuals.entropy_N.dtype
+    product = functools.partial(jnp.einsum, preferred_element_type=dtype)
 
     def one_chunk(d_head_BKD: Array, chunk: tuple[_Residuals, Array, Array]) -> tuple[Array, Array]:
-        rest, *cotangents_N = chunk
+        rest, d_logps_N, d_entropy_N = chunk
+        hidden_ND = rest.hidden_ND
 
         def one_block(
             sums: tuple[Array, Array], block_and_logits: tuple[Array, Array | None]
@@ -184,23 +185,20 @@ def _backward(
             (d_hidden_ND, d_head_BKD), (block, logits_NB) = sums, block_and_logits
             head_BD = _block_of(head_BKD, block)
             if logits_NB is None:
-                logits_NB = _block_logits(plan, rest.hidden_ND, head_BD, block)
-            d_logits_NB = _logits_gradient(plan, logits_NB, rest, *cotangents_N, block)
-            # In the precision of the other factor, as a product of it and a bfloat16 gradient would be anyway.
-            d_hidden_ND += jnp.einsum(
-                "...b,bd->...d", d_logits_NB.astype(head_BD.dtype), head_BD, preferred_element_type=dtype
-            )
-            d_head_BD = _block_of(d_head_BKD, block) + jnp.einsum(
-                "...b,...d->bd", d_logits_NB.astype(rest.hidden_ND.dtype), rest.hidden_ND, preferred_element_type=dtype
-            )
+                logits_NB = _block_logits(plan, hidden_ND, head_BD, block)
+            d_logits_NB = _logits_gradient(plan, logits_NB, rest, d_logps_N, d_entropy_N, block)
+            # In the inputs' precision, which sets the speed of a product; its sums are rounded to it anyway.
+            d_logits_NB = d_logits_NB.astype(jnp.result_type(hidden_ND, head_BD))
+            d_hidden_ND += product("...b,bd->...d", d_logits_NB, head_BD)
+            d_head_BD = _block_of(d_head_BKD, block) + product("...b,...d->bd", d_logits_NB, hidden_ND)
             return (d_hidden_ND, jax.lax.dynamic_update_index_in_dim(d_head_BKD, d_head_BD, block, 1)), None
 
         dropped, kept = _dropped_and_kept(plan)
-        sums = (jnp.zeros(rest.hidden_ND.shape, dtype), d_head_BKD)
+        sums = (jnp.zeros(hidden_ND.shape, dtype), d_head_BKD)
         # The kept blocks first: their memory is free for the others then.
         sums, _ = jax.lax.scan(one_block, sums, (kept, rest.logits_KNB))
         (d_hidden_ND, d_head_BKD), _ = jax.lax.scan(one_block, sums, (dropped, None))
-        return d_head_BKD, d_hidden_ND.astype(rest.hidden_ND.dtype)
+        return d_head_BKD, d_hidden_ND.astype(hidden_ND.dtype)
 
     d_head_BKD, d_hidden_CND = jax.lax.scan(one_chunk, jnp.zeros(head_BKD.shape, dtype), (residuals, *cotangents))
     return d_hidden_CND, d_head_BKD.reshape(head_VD.shape).astype(head_VD.dtype), None
@@ -280,7 +278,7 @@ def _logits_gradient(
     pull_NB = d_logps_N1 + d_entropy_N1 * (logps_NB + rest.entropy_N[..., None])
     # An id that the tokenizer does not know has no gradient, also as a target.
     targets_N = jnp.where(rest.targets_N < plan.vocab_size, rest.targets_N, -1)
-    ids_NB = jax.lax.broadcasted_iota(targets_N.dtype, logits_NB.shape, logits_NB.ndim - 1) * plan.num_blocks + block
-    one_hot_NB = (ids_NB == targets_N[..., None]).astype(logits_NB.dtype)
+    row_NB = jax.lax.broadcasted_iota(targets_N.dtype, logits_NB.shape, logits_NB.ndim - 1)
+    one_hot_NB = (row_NB * plan.num_blocks + block == targets_N[..., None]).astype(logits_NB.dtype)
     d_scaled_NB = one_hot_NB * d_logps_N1 - jnp.exp(logps_NB) * pull_NB
     return d_scaled_NB / jnp.asarray(plan.temperature, logits_NB.dtype)

@@ -243,10 +243,8 @@ def test_devices_that_split_prompts_and_vocabulary(x64) -> None:
     devices = np.array(jax.devices()[:8]).reshape(4, 2)
     mesh = Mesh(devices, ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     hidden, head, *rest = groups(12)
-    places = [PartitionSpec("data"), PartitionSpec("tensor"), *[PartitionSpec("data")] * 3]
-    arrays = [
-        jax.device_put(x, NamedSharding(mesh, place)) for x, place in zip((hidden, head, *rest), places, strict=True)
-    ]
+    places = [NamedSharding(mesh, PartitionSpec(axis)) for axis in ("data", "tensor", "data", "data", "data")]
+    arrays = jax.device_put([hidden, head, *rest], places)
     gradient = jax.jit(jax.grad(functools.partial(loss_of_groups, chunk_size=40), argnums=(0, 1)))
     with jax.set_mesh(mesh):
         compiled = gradient.lower(*arrays).compile()
