@@ -53,8 +53,8 @@ class _Residuals(NamedTuple):
     targets_N: Array
     log_normalizer_N: Array
     entropy_N: Array
-    logits_KNB: Array
-    """Of the kept blocks."""
+    logits_KNB: Array | None
+    """Of the kept blocks; None if there are none."""
 
 
 def scaled_logits(
@@ -156,9 +156,14 @@ def _forward(
             return _sums_of_block(logits_NB, targets_N, block, plan.num_blocks), logits_NB
 
         dropped, kept = _dropped_and_kept(plan)
-        dropped_sums = jax.lax.map(lambda block: one_block(block)[0], dropped)
-        kept_sums, logits_KNB = jax.lax.map(one_block, kept)
-        sums = jax.tree.map(lambda *x: jnp.concatenate(x), dropped_sums, kept_sums)
+        parts, logits_KNB = [], None
+        # A loop of no rounds would be compiled too.
+        if dropped.size:
+            parts.append(jax.lax.map(lambda block: one_block(block)[0], dropped))
+        if kept.size:
+            kept_sums, logits_KNB = jax.lax.map(one_block, kept)
+            parts.append(kept_sums)
+        sums = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
         logps_N, entropy_N, log_normalizer_N = _join_blocks(sums)
         return None, (logps_N, _Residuals(hidden_ND, targets_N, log_normalizer_N, entropy_N, logits_KNB))
 
@@ -196,8 +201,11 @@ def _backward(
         dropped, kept = _dropped_and_kept(plan)
         sums = (jnp.zeros(hidden_ND.shape, dtype), d_head_BKD)
         # The kept blocks first: their memory is free for the others then.
-        sums, _ = jax.lax.scan(one_block, sums, (kept, rest.logits_KNB))
-        (d_hidden_ND, d_head_BKD), _ = jax.lax.scan(one_block, sums, (dropped, None))
+        if kept.size:
+            sums, _ = jax.lax.scan(one_block, sums, (kept, rest.logits_KNB))
+        if dropped.size:
+            sums, _ = jax.lax.scan(one_block, sums, (dropped, None))
+        d_hidden_ND, d_head_BKD = sums
         return d_head_BKD, d_hidden_ND.astype(hidden_ND.dtype)
 
     d_head_BKD, d_hidden_CND = jax.lax.scan(one_chunk, jnp.zeros(head_BKD.shape, dtype), (residuals, *cotangents))
