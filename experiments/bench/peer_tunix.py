@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
-from tunix.models.llama3.model import Llama3, ModelConfig, RematConfig
+from tunix.models.llama3.model import DecoderLayer, Llama3, ModelConfig, RematConfig
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
 from tunix.rl.rollout.base_rollout import RolloutConfig
@@ -63,6 +63,14 @@ class TimedLearner(GRPOLearner):
         return example
 
 
+class TrainingRematLayer(DecoderLayer):
+    """Recomputes itself in the backward pass; in the sampler, where that gains nothing, Flax refuses it."""
+
+    def __call__(self, x: Any, segment_pos: Any, cache: Any, attn_mask: Any) -> Any:
+        run = super().__call__ if cache is None else self.block
+        return run(x, segment_pos, cache, attn_mask)
+
+
 def build_model(problem: Problem) -> Llama3:
     """Random weights; Tunix's own initial ones are 0 in places."""
     config = ModelConfig(
@@ -79,6 +87,8 @@ def build_model(problem: Problem) -> Llama3:
         remat_config=RematConfig.DECODER if problem.remat else RematConfig.NONE,
     )
     model = Llama3(config, rngs=nnx.Rngs(problem.seed))
+    for layer in model.layers:
+        layer.__class__ = TrainingRematLayer
     keys = map(jax.random.key, itertools.count(problem.seed))
     state = nnx.state(model)
     nnx.update(
@@ -126,13 +136,13 @@ def build_learner(problem: Problem) -> TimedLearner:
     )
 
 
-def batches(channel: Channel, learner: TimedLearner) -> Iterator[dict[str, list[str]]]:
+def batches(channel: Channel, learner: TimedLearner) -> Iterator[dict[str, np.ndarray]]:
     """A batch a command, and the answer when the learner comes back for the next."""
     texts = itertools.cycle(prompt_texts(channel.problem))
     while True:
         channel.wait()
         start = time.perf_counter()
-        yield {"prompts": list(itertools.islice(texts, channel.problem.prompts))}
+        yield {"prompts": np.array(list(itertools.islice(texts, channel.problem.prompts)))}
         jax.block_until_ready(nnx.state(learner.rl_cluster.actor_trainer.model))
         channel.answer(
             rollout=learner.rollout_seconds,
