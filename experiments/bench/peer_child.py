@@ -1,7 +1,7 @@
-"""What the processes of the peer benchmark share: the problem, its prompts, its reward and the talk with the parent.
+"""What the processes of the peer benchmark share: the problem, its prompts and reward, the talk with the parent.
 
-It is imported in three environments, and needs NumPy alone. A process reads a problem, JSON in a line, says what it
-has built, and then answers each line that it reads with the seconds of one step.
+It is imported in three environments, and needs NumPy alone. A process reads a problem, JSON in a line, says what
+it has built, and then answers each line that it reads with the seconds of one step.
 """
 
 from __future__ import annotations

@@ -33,18 +33,23 @@ class DecimalTokenizer:
     has_chat_template: bool = False
 
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
+        """Ids of a text."""
         return encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids."""
         return decode(ids)
 
     def token_bytes(self, token_id: int) -> bytes:
+        """Bytes that an id adds."""
         return f"{token_id} ".encode()
 
     def chat(self, messages: list[Message]) -> list[int]:
+        """Refused."""
         raise ValueError("there is no chat template")
 
     def save(self, folder: Path) -> None:
+        """Refused."""
         raise NotImplementedError("nothing here is saved")
 
 

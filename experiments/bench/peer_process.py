@@ -1,4 +1,4 @@
-"""A process that runs a step when it is asked to, watched so that a failure of it is no failure of the benchmark."""
+"""A process that runs a step when it is asked to, watched so that its failure is not the benchmark's."""
 
 from __future__ import annotations
 

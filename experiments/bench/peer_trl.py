@@ -1,7 +1,7 @@
 """The peer benchmark's process of TRL: its ``GRPOTrainer``, in its own loop, which waits before each step.
 
-It runs in TRL's environment. Generation is that of Transformers on a CPU, and of vLLM where there is a GPU and vLLM
-can be imported.
+It runs in TRL's environment. Generation is that of Transformers on a CPU, and of vLLM where there is a GPU and
+vLLM can be imported.
 """
 
 from __future__ import annotations
@@ -45,10 +45,12 @@ class StepOnCommand(TrainerCallback):
         self.start = 0.0
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Wait."""
         self.channel.wait()
         self.start = time.perf_counter()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Answer."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         step = time.perf_counter() - self.start

@@ -1,6 +1,7 @@
 """The peer benchmark's process of Tunix: its GRPO learner with the vanilla rollout, fed one batch a command.
 
-It runs in Tunix's environment. The learner asks for a batch when a step begins, and for the next when it has ended.
+It runs in Tunix's environment. The learner asks for a batch when a step begins, and for the next when it has
+ended.
 """
 
 from __future__ import annotations
@@ -34,18 +35,22 @@ class DecimalTokenizer:
         self._problem = problem
 
     def encode(self, text: str) -> list[int]:
+        """Ids of a text."""
         return encode(text)
 
     def decode(self, ids: list[int]) -> str:
+        """Text of ids."""
         return decode(ids)
 
     def bos_id(self) -> None:
         """There is none."""
 
     def eos_id(self) -> int:
+        """Never sampled."""
         return self._problem.eos_id
 
     def pad_id(self) -> int:
+        """Never sampled."""
         return self._problem.pad_id
 
 
@@ -67,6 +72,7 @@ class TrainingRematLayer(DecoderLayer):
     """Recomputes itself in the backward pass; in the sampler, where that gains nothing, Flax refuses it."""
 
     def __call__(self, x: Any, segment_pos: Any, cache: Any, attn_mask: Any) -> Any:
+        """The layer, in training or in the sampler."""
         run = super().__call__ if cache is None else self.block
         return run(x, segment_pos, cache, attn_mask)
 

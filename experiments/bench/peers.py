@@ -2,32 +2,32 @@
 
     python -m experiments.bench.peers --trl-python TRL/bin/python --tunix-python TUNIX/bin/python
 
-TRL and Tunix each live in an environment of their own, named by its Python: ``pip install trl`` (with PyTorch) in one,
-``pip install google-tunix`` in the other; a peer whose Python is not given is left out. Each system is a process that
-builds its model, runs ``--warmup`` steps that don't count (they compile), and then runs a step whenever it is told to.
-Steps alternate, and no two processes compute at the same time. The table has the medians; ``--json`` writes each step.
+TRL and Tunix each live in an environment of their own, named by its Python: ``pip install trl`` (with PyTorch) in
+one, ``pip install google-tunix`` in the other; a peer whose Python is not given is left out. Each system is a process
+that builds its model, runs ``--warmup`` steps that don't count (they compile), and then runs a step whenever it is
+told to. Steps alternate, and no two processes compute at a time. The table has the medians; ``--json`` writes all.
 
 The same in all:
-- the model: layers, widths, heads, vocabulary and number of weights (checked), Llama's architecture with tied
-  embeddings, random float32 weights, recomputed layers where the model asks for it;
-- the batch: P prompts of S random tokens, G completions a prompt of exactly T tokens (checked; the end-of-sequence id
-  is one that the model has no logit for), temperature 1 without truncation, the same texts as prompts;
-- the step: roll out, decode to text, a reward that costs nothing, advantages; then one AdamW update with the gradient
-  clipped by its norm, no reference (beta 0), one update a batch, the whole batch at once unless ``--*-micro-batches``
-  says otherwise. "rollout" is all that comes before the update;
-- what is left out: logs, evaluation, checkpoints, compilation, loading;
-- the machine, all of its cores, and the accelerator if there is one.
+- the model: Llama's architecture with tied embeddings and the same layers, widths, heads, vocabulary and number of
+  weights (which is checked); random float32 weights; layers recomputed in the backward pass where the model asks it;
+- the batch: P prompts of S random tokens, the same texts, and G completions a prompt of exactly T tokens (which is
+  checked; the end-of-sequence id is one that the model has no logit for), temperature 1 without truncation;
+- the step: roll out, decode to text, a reward that costs nothing, advantages; then one AdamW update with the
+  gradient clipped by its norm, without a reference (beta 0), on the whole batch at once unless
+  ``--*-micro-batches`` says otherwise. "rollout" is all that comes before the update;
+- what is left out: compilation, logs, evaluation, checkpoints;
+- the machine, with all of its cores, and the accelerator if there is one.
 
 Not the same:
-- the samples: each draws its own with its own generator, from weights of its own;
-- the loss's aggregate: a mean over the batch's tokens here and in TRL, over completions in Tunix; completions of equal
-  length make them equal in value and cost;
-- the program: JAX here and in Tunix, PyTorch without compilation in TRL (its default; attention is PyTorch's fused
-  one, AdamW is the fused one);
-- generation: TRL's is that of Transformers on a CPU, and vLLM's where there is a GPU and vLLM is installed; Tunix's is
-  its vanilla rollout;
-- a step that trains: TRL computes entropies and Tunix other metrics in their losses, which cannot be switched off;
-- versions of Python and libraries, which are printed.
+- the samples: each system draws its own, from weights of its own;
+- the loss's aggregate: a mean over the batch's tokens here and in TRL, over completions in Tunix; completions of
+  equal length make them equal;
+- the program: JAX here and in Tunix; in TRL PyTorch without compilation, which is its default, with PyTorch's fused
+  attention and AdamW;
+- generation: TRL's is that of Transformers on a CPU, and vLLM's where there is a GPU and vLLM is installed; Tunix's
+  is its vanilla rollout;
+- metrics: each computes its own in the update, and those of TRL and Tunix cannot be switched off;
+- the versions of Python and libraries, which are printed.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -49,9 +50,9 @@ from experiments.bench.peer_process import ProcessFailed, StepProcess
 from experiments.bench.shapes import BATCHES, MODELS
 
 NOTE = (
-    "The same in all: model shape, float32, prompts, lengths, reward, one AdamW update on the whole batch. Not the "
-    "same: the samples drawn, metrics inside the peers' losses, versions; TRL runs PyTorch without compilation. "
-    "rollout: everything before the update. The ratio is of the medians of whole steps."
+    "The same in all: shape of the model, float32, prompts, lengths, reward, one AdamW update on the whole batch. "
+    "Not the same: the samples drawn, metrics computed in the update, versions; TRL runs PyTorch without "
+    'compilation. "rollout" is everything before the update. The ratio is of the medians of whole steps.'
 )
 
 
@@ -258,6 +259,8 @@ def write_json(file: Path, rows: Sequence[Row], options: Options) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table, and write what is asked for; 2 for a mistake in the arguments."""
     options = tyro.cli(Options, args=arguments, prog="peers.py")
+    # So that the processes end with this one.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     rows: list[Row] = []
     try:
         for model in options.models:
