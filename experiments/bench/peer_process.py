@@ -45,14 +45,6 @@ class StepProcess:
             start_new_session=True,
         )
 
-    def step(self) -> dict[str, Any]:
-        """Run a step.
-
-        Raises:
-            ProcessFailed: it ended instead.
-        """
-        return self.request("step")
-
     def request(self, value: Any) -> dict[str, Any]:
         """Send a value, and wait for the answer.
 

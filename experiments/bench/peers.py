@@ -3,13 +3,14 @@
     python -m experiments.bench.peers --trl-python TRL/bin/python --tunix-python TUNIX/bin/python
 
 TRL and Tunix each live in an environment of their own, named by its Python: ``pip install trl`` (with PyTorch) in
-one, ``pip install google-tunix`` in the other; a peer whose Python is not given is left out. Each system is a process
-that builds its model, runs ``--warmup`` steps that don't count (they compile), and then runs a step whenever it is
-told to. Steps alternate, and no two processes compute at a time. The table has the medians; ``--json`` writes all.
+one, ``pip install google-tunix`` in the other; a peer whose Python is not given is left out. Each system is a
+process that builds its model, runs ``--warmup`` steps that don't count (they compile), and then runs a step when it
+is told to. Steps alternate, and no two processes compute at a time. The table has the medians; ``--json`` writes
+every step.
 
 The same in all:
 - the model: Llama's architecture with tied embeddings and the same layers, widths, heads, vocabulary and number of
-  weights (which is checked); random float32 weights; layers recomputed in the backward pass where the model asks it;
+  weights (which is checked); random float32 weights; layers recomputed in the backward pass where the model asks;
 - the batch: P prompts of S random tokens, the same texts, and G completions a prompt of exactly T tokens (which is
   checked; the end-of-sequence id is one that the model has no logit for), temperature 1 without truncation;
 - the step: roll out, decode to text, a reward that costs nothing, advantages; then one AdamW update with the
@@ -21,11 +22,11 @@ The same in all:
 Not the same:
 - the samples: each system draws its own, from weights of its own;
 - the loss's aggregate: a mean over the batch's tokens here and in TRL, over completions in Tunix; completions of
-  equal length make them equal;
-- the program: JAX here and in Tunix; in TRL PyTorch without compilation, which is its default, with PyTorch's fused
-  attention and AdamW;
-- generation: TRL's is that of Transformers on a CPU, and vLLM's where there is a GPU and vLLM is installed; Tunix's
-  is its vanilla rollout;
+  equal length make them equal in cost;
+- the program: JAX here and in Tunix; in TRL PyTorch without compilation, which is its default, with PyTorch's
+  fused attention and AdamW;
+- generation: TRL's is that of Transformers on a CPU, and vLLM's where there is a GPU and vLLM is installed;
+  Tunix's is its vanilla rollout;
 - metrics: each computes its own in the update, and those of TRL and Tunix cannot be switched off;
 - the versions of Python and libraries, which are printed.
 """
@@ -159,16 +160,6 @@ def compare(model: str, prompt: int, options: Options) -> list[Row]:
     rows = {name: Row(model, prompt, name) for name in options.systems()}
     processes: dict[str, StepProcess] = {}
 
-    def attempt(name: str, call: Any) -> dict[str, Any] | None:
-        """The answer; None, with the failure noted, once the process has ended."""
-        if rows[name].failure is not None:
-            return None
-        try:
-            return call()
-        except ProcessFailed as problem:
-            rows[name].failure = str(problem)
-            return None
-
     try:
         for name, python in options.systems().items():
             problem = make_problem(model, prompt, getattr(options, f"{name}_micro_batches"))
@@ -177,15 +168,15 @@ def compare(model: str, prompt: int, options: Options) -> list[Row]:
                 timeout=options.timeout,
                 reserve_bytes=int(options.reserve_gib * 2**30),
             )
-            built = attempt(name, lambda: processes[name].request(asdict(problem)))  # noqa: B023
+            built = attempt(rows[name], processes[name], asdict(problem))
             if built is not None:
                 rows[name].parameters, rows[name].versions = built["parameters"], built["versions"]
             for _ in range(options.warmup):
-                attempt(name, processes[name].step)
+                attempt(rows[name], processes[name], "step")
         tokens = BATCHES[model].tokens
         for repeat in range(options.repeats):
             for name in in_turn(list(rows), repeat):
-                answer = attempt(name, processes[name].step)
+                answer = attempt(rows[name], processes[name], "step")
                 if answer is not None:
                     check(name, answer["tokens"], tokens, "completion tokens")
                     rows[name].rollout.append(answer["rollout"])
@@ -197,6 +188,17 @@ def compare(model: str, prompt: int, options: Options) -> list[Row]:
         if row.failure is None:
             check(name, row.parameters, max(other.parameters for other in rows.values()), "weights")
     return list(rows.values())
+
+
+def attempt(row: Row, process: StepProcess, request: Any) -> dict[str, Any] | None:
+    """The answer to a request; None, with the failure noted, once the process has ended."""
+    if row.failure is not None:
+        return None
+    try:
+        return process.request(request)
+    except ProcessFailed as failure:
+        row.failure = str(failure)
+        return None
 
 
 def in_turn(names: list[str], repeat: int) -> list[str]:
