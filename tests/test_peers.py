@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -83,12 +84,13 @@ def test_other_work_is_not_compared(stand_ins: dict[str, str]) -> None:
 
 def test_a_process_is_killed_before_memory_is_gone_or_time_is_up() -> None:
     sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
-    starved = StepProcess(sleeper, timeout=60, reserve_bytes=2**60)
-    with pytest.raises(ProcessFailed, match="out of memory: killed"):
-        starved.request("step")
-    late = StepProcess(sleeper, timeout=0.2, reserve_bytes=0)
-    with pytest.raises(ProcessFailed, match=r"killed: no answer in 0\.2 s"):
-        late.request("step")
+    for limits, said in (
+        ({"timeout": 60, "reserve_bytes": 2**60}, "out of memory: killed"),
+        ({"timeout": 0.2, "reserve_bytes": 0}, r"killed: no answer in 0\.2 s"),
+    ):
+        process = StepProcess(sleeper, **limits)
+        with contextlib.closing(process), pytest.raises(ProcessFailed, match=said):
+            process.request("step")
 
 
 def test_options_name_the_mistake() -> None:
@@ -101,13 +103,11 @@ def test_options_name_the_mistake() -> None:
 def test_our_process_runs_whole_batches() -> None:
     problem = dataclasses.replace(peers.make_problem("tiny", 5, 2), num_layers=1, prompts=2, group=3, completion=4)
     process = StepProcess([sys.executable, "-m", "experiments.bench.peer_ours"], timeout=300, reserve_bytes=0)
-    try:
+    with contextlib.closing(process):
         built = process.request(dataclasses.asdict(problem))
         # Embedding, four attention matrices, three of the feed-forward layer, three norms.
         D, F, V = problem.width, problem.ffn_width, problem.vocab_size
         assert built["parameters"] == V * D + 2 * D * D + 2 * D * D // 2 + 3 * D * F + 3 * D
         answers = [process.request("step") for _ in range(2)]
-    finally:
-        process.end()
     assert [answer["tokens"] for answer in answers] == [2 * 3 * 4] * 2
     assert all(answer["rollout"] > 0 and answer["update"] > 0 for answer in answers)

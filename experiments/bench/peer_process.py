@@ -42,6 +42,7 @@ class StepProcess:
             stderr=self._errors,
             cwd=ROOT,
             env=os.environ | offline,
+            bufsize=0,
             start_new_session=True,
         )
 
@@ -53,7 +54,6 @@ class StepProcess:
         """
         try:
             self._process.stdin.write(json.dumps(value).encode() + b"\n")
-            self._process.stdin.flush()
         except BrokenPipeError:
             raise ProcessFailed(self._how_it_ended()) from None
         deadline = time.monotonic() + self._timeout
@@ -61,10 +61,10 @@ class StepProcess:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             while not selector.select(_POLL_SECONDS):
                 if _available_bytes() < self._reserve:
-                    self.end()
+                    self._kill()
                     raise ProcessFailed("out of memory: killed before the machine had none left")
                 if time.monotonic() > deadline:
-                    self.end()
+                    self._kill()
                     raise ProcessFailed(f"killed: no answer in {self._timeout:g} s")
         line = self._process.stdout.readline()
         if not line:
@@ -72,13 +72,16 @@ class StepProcess:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Kill the process and all that it has started."""
+        self._kill()
+        for file in (self._process.stdin, self._process.stdout, self._errors):
+            file.close()
+
+    def _kill(self) -> None:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        for file in (self._process.stdin, self._process.stdout):
-            file.close()
 
     def _how_it_ended(self) -> str:
         code = self._process.wait()

@@ -4,8 +4,8 @@
 
 TRL and Tunix each live in an environment of their own, named by its Python: ``pip install trl`` (with PyTorch) in
 one, ``pip install google-tunix`` in the other; a peer whose Python is not given is left out. Each system is a
-process that builds its model, runs ``--warmup`` steps that don't count (they compile), and then runs a step when it
-is told to. Steps alternate, and no two processes compute at a time. The table has the medians; ``--json`` writes
+process that builds its model, runs ``--warmup`` steps that don't count (they compile), and then runs a step when
+it is told to. Steps alternate, and no two processes compute at a time. The table has the medians, ``--json`` takes
 every step.
 
 The same in all:
@@ -183,7 +183,7 @@ def compare(model: str, prompt: int, options: Options) -> list[Row]:
                     rows[name].update.append(answer["update"])
     finally:
         for process in processes.values():
-            process.end()
+            process.close()
     for name, row in rows.items():
         if row.failure is None:
             check(name, row.parameters, max(other.parameters for other in rows.values()), "weights")
