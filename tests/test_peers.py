@@ -53,8 +53,14 @@ def options(**values: Any) -> peers.Options:
     return peers.Options(**{**defaults, "reserve_gib": 0.0, "repeats": 3, "warmup": 1, **values})
 
 
+def compare() -> list[peers.Row]:
+    rows = [peers.Row("tiny", 66, name) for name in options().systems()]
+    peers.compare(rows, options())
+    return rows
+
+
 def test_steps_alternate_and_medians_are_compared(stand_ins: dict[str, str], tmp_path: Path) -> None:
-    rows = peers.compare("tiny", 66, options())
+    rows = compare()
     log = (tmp_path / "log").read_text().split()
     assert log == ["ours", "trl", "tunix"] + "ours trl tunix trl tunix ours tunix ours trl".split()
     assert {row.system: row.steps for row in rows} == {"ours": [3.0] * 3, "trl": [6.0] * 3, "tunix": [12.0] * 3}
@@ -67,7 +73,7 @@ def test_steps_alternate_and_medians_are_compared(stand_ins: dict[str, str], tmp
 )
 def test_a_peer_that_fails_is_a_row(stand_ins: dict[str, str], tmp_path: Path, mode: str, said: str) -> None:
     stand_ins["trl"] = mode
-    rows = peers.compare("tiny", 66, options())
+    rows = compare()
     assert {row.system: row.failure for row in rows} == {"ours": None, "trl": said, "tunix": None}
     assert [r["peer"] for r in peers.ratios(rows)] == ["tunix"]
     assert f"| tiny | 66 | trl | {said} |" in peers.table(rows)
@@ -79,7 +85,7 @@ def test_a_peer_that_fails_is_a_row(stand_ins: dict[str, str], tmp_path: Path, m
 def test_other_work_is_not_compared(stand_ins: dict[str, str]) -> None:
     stand_ins["tunix"] = "cheats"
     with pytest.raises(ValueError, match="tunix has 4095 completion tokens, but the comparison is of 4096"):
-        peers.compare("tiny", 66, options())
+        compare()
 
 
 def test_a_process_is_killed_before_memory_is_gone_or_time_is_up() -> None:

@@ -119,6 +119,12 @@ class Row:
     """Seconds, a value a step."""
     update: list[float] = field(default_factory=list)
     failure: str | None = None
+    """How its process ended before it was told to."""
+
+    @property
+    def measured(self) -> bool:
+        """Whether there is something to compare."""
+        return self.failure is None and len(self.update) > 0
 
     @property
     def steps(self) -> list[float]:
@@ -127,7 +133,7 @@ class Row:
 
     def to_json(self) -> dict[str, Any]:
         """With the medians."""
-        names = ("rollout", "update", "steps") if self.failure is None else ()
+        names = ("rollout", "update", "steps") if self.measured else ()
         return asdict(self) | {f"median_{name}": statistics.median(getattr(self, name)) for name in names}
 
 
@@ -155,9 +161,10 @@ def make_problem(model: str, prompt: int, micro_batches: int) -> Problem:
     )
 
 
-def compare(model: str, prompt: int, options: Options) -> list[Row]:
-    """Set every system up, one after the other, then let them run steps in turn."""
-    rows = {name: Row(model, prompt, name) for name in options.systems()}
+def compare(found: Sequence[Row], options: Options) -> None:
+    """Set the systems of one problem up, one after the other, let them run steps in turn, and fill in their rows."""
+    rows = {row.system: row for row in found}
+    model, prompt = found[0].model, found[0].prompt
     processes: dict[str, StepProcess] = {}
 
     try:
@@ -181,13 +188,13 @@ def compare(model: str, prompt: int, options: Options) -> list[Row]:
                     check(name, answer["tokens"], tokens, "completion tokens")
                     rows[name].rollout.append(answer["rollout"])
                     rows[name].update.append(answer["update"])
+                    print(f"  {name}: {rows[name].steps[-1]:.3f} s", file=sys.stderr, flush=True)
     finally:
         for process in processes.values():
             process.close()
     for name, row in rows.items():
-        if row.failure is None:
-            check(name, row.parameters, max(other.parameters for other in rows.values()), "weights")
-    return list(rows.values())
+        if row.measured:
+            check(name, row.parameters, max(other.parameters for other in found), "weights")
 
 
 def attempt(row: Row, process: StepProcess, request: Any) -> dict[str, Any] | None:
@@ -219,10 +226,10 @@ def check(name: str, got: int, wanted: int, what: str) -> None:
 
 def ratios(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """Ours / theirs of the medians of steps, for each peer that has some."""
-    ours = {(row.model, row.prompt): row for row in rows if row.system == "ours" and row.failure is None}
+    ours = {(row.model, row.prompt): row for row in rows if row.system == "ours" and row.measured}
     for row in rows:
         mine = ours.get((row.model, row.prompt))
-        if row.system != "ours" and row.failure is None and mine is not None:
+        if row.system != "ours" and row.measured and mine is not None:
             ratio = statistics.median(mine.steps) / statistics.median(row.steps)
             yield {"model": row.model, "prompt": row.prompt, "peer": row.system, "ratio": ratio}
 
@@ -236,8 +243,9 @@ def table(rows: Sequence[Row]) -> str:
     ]
     for row in rows:
         key = (row.model, row.prompt, row.system)
-        if row.failure is not None:
-            lines.append((row.model, str(row.prompt), row.system, row.failure, "", "", "", ""))
+        if not row.measured:
+            said = row.failure or "not measured"
+            lines.append((row.model, str(row.prompt), row.system, said, "", "", "", ""))
             continue
         medians = (f"{statistics.median(values):.3f}" for values in (row.rollout, row.update, row.steps))
         spread = f"{min(row.steps):.3f} to {max(row.steps):.3f}"
@@ -258,6 +266,16 @@ def write_json(file: Path, rows: Sequence[Row], options: Options) -> None:
     file.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n")
 
 
+def report(rows: Sequence[Row], options: Options) -> None:
+    """Print the table with what it is of, and write the file."""
+    if options.json is not None:
+        write_json(options.json, rows, options)
+    versions = {row.system: row.versions for row in rows if row.versions}
+    for system, packages in versions.items():
+        print(f"{system}: {', '.join(f'{name} {number}' for name, number in packages.items())}")
+    print(f"\n{table(rows)}\n\n{NOTE}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table, and write what is asked for; 2 for a mistake in the arguments."""
     options = tyro.cli(Options, args=arguments, prog="peers.py")
@@ -267,18 +285,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for model in options.models:
             for prompt in options.prompt_lengths:
-                print(f"{model}, prompts of {prompt} tokens ...", file=sys.stderr, flush=True)
-                rows += compare(model, prompt, options)
-                # What is there counts, should a later problem be interrupted.
-                if options.json is not None:
-                    write_json(options.json, rows, options)
+                print(f"{model}, prompts of {prompt} tokens", file=sys.stderr, flush=True)
+                rows += (new := [Row(model, prompt, name) for name in options.systems()])
+                compare(new, options)
     except (ValueError, OSError) as problem:
         print(f"peers.py: error: {problem}", file=sys.stderr)
         return 2
-    versions = {row.system: row.versions for row in rows if row.versions}
-    for system, packages in versions.items():
-        print(f"{system}: {', '.join(f'{name} {number}' for name, number in packages.items())}")
-    print(f"\n{table(rows)}\n\n{NOTE}")
+    finally:
+        # What there is counts, also where it was interrupted.
+        report(rows, options)
     return 0
 
 
