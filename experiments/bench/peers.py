@@ -162,7 +162,7 @@ def make_problem(model: str, prompt: int, micro_batches: int) -> Problem:
 
 
 def compare(found: Sequence[Row], options: Options) -> None:
-    """Set the systems of one problem up, one after the other, let them run steps in turn, and fill in their rows."""
+    """Set the systems of one problem up, let them run steps in turn, and fill in their rows."""
     rows = {row.system: row for row in found}
     model, prompt = found[0].model, found[0].prompt
     processes: dict[str, StepProcess] = {}
