@@ -43,8 +43,8 @@ class BatchSizes:
 def token_flops(config: DecoderConfig) -> int:
     """Products of one token with the weights of all layers: ``2 L (D (N + 2K) H + N H D + 3 D F)``.
 
-    That is queries, keys and values; the attention's output; and gate, up and down. Attention itself and the output
-    matrix come apart.
+    That is queries, keys and values; the attention's output; and gate, up and down. Attention itself and the
+    output matrix come apart.
     """
     return 2 * config.num_layers * _layer_weights(config)
 
@@ -120,7 +120,7 @@ def _layer_weights(config: DecoderConfig) -> int:
 
 
 def _weights(config: DecoderConfig) -> int:
-    """Weights of the layers' matrices and of the output matrix; of the input embedding only a few rows are read."""
+    """Those of the layers' matrices and of the output matrix; of the input embedding only a few rows are read."""
     return config.num_layers * _layer_weights(config) + config.width * config.vocab_size
 
 

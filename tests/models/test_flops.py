@@ -83,8 +83,8 @@ def test_a_completion_of_one_token_needs_the_prompt_and_its_logits() -> None:
     assert forward_flops(SMALL, sizes) == prefill_flops(SMALL, prompts=3, prompt=4) + logits_flops(SMALL, 6)
 
 
-# XLA counts a scan's body once, so its programs here have one layer; and it counts operations that are no products,
-# so that these have wide ones.
+# XLA counts a scan's body once, so its programs here have one layer; and it counts operations that are no
+# products, so that these have wide ones.
 
 
 def wide(**changes: Any) -> DecoderConfig:
