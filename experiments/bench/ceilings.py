@@ -2,9 +2,9 @@
 
     python -m experiments.bench.ceilings [--json FILE]
 
-Compiled by XLA like everything that is measured against them: products of square matrices of two sizes, a pass over
-a large array that reads and writes it in place, and a triad (``a + s b``) that reads another as well. In place,
-because a new array of this size costs a CPU's operating system more than the traffic does.
+Compiled by XLA like everything that is measured against them: products of square matrices of two sizes, a pass
+over a large array that reads and writes it in place, and a triad (``a + s b``) that reads another as well. In
+place, because a new array of this size costs a CPU's operating system more than the traffic does.
 """
 
 from __future__ import annotations

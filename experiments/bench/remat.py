@@ -2,8 +2,8 @@
 
     python -m experiments.bench.remat [--model tiny] [--prompt 512] [--json remat.json]
 
-``none`` keeps every activation, ``dots`` the outputs of matrix products, ``full`` the input of each layer. Memory is
-the compiled program's temporaries; ``--repeats 0`` compiles only.
+``none`` keeps every activation, ``dots`` the outputs of matrix products, ``full`` the input of each layer. Memory
+is the compiled program's temporaries; ``--repeats 0`` compiles only.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 
 One size at a time goes over a 16-fold range, the others at their smallest but as many tokens as keep the machine
 busy. The exponent is the slope of log seconds over log size, by least squares: 1 is proportional, less means that
-small sizes leave the machine idle. T is attended to, so its needed arithmetic grows a little faster than itself; the
-exponent of the needed arithmetic is printed beside. The chunk (train.logps_chunk) changes memory, and should change
-no time: an exponent near 0.
+small sizes leave the machine idle. T is attended to, so its needed arithmetic grows a little faster than itself;
+the exponent of the needed arithmetic is printed beside. The chunk (train.logps_chunk) changes memory, and should
+change no time: an exponent near 0.
 """
 
 from __future__ import annotations

@@ -115,8 +115,8 @@ def _totals(run: DryRun) -> list[str]:
         f"{run.num_params / 1e6:.2f} M parameters, {run.num_devices} x {run.device_kind}; memory: of each device",
         f"state: {_mebibytes(state)} MiB = parameters {_mebibytes(run.params)} + optimizer "
         f"{_mebibytes(run.optimizer)} + reference {_mebibytes(run.reference)}",
-        f"peak: {_mebibytes(peak)} MiB, in {stage.works[0].name} (state, the stage's other arguments, temporaries and "
-        f"new output); {fits}",
+        f"peak: {_mebibytes(peak)} MiB, in {stage.works[0].name} (state, the stage's other arguments, temporaries "
+        f"and new output); {fits}",
         f"{len(run.stages)} programs, {seconds:.1f} s to compile; TFLOP are those of one call on all devices, "
         "with every prompt and completion of full length",
     ]
