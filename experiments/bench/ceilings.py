@@ -44,6 +44,16 @@ class Ceilings:
         )
 
 
+def best_of(measured: list[Ceilings]) -> Ceilings:
+    """The highest of each: whatever else the machine was doing can only lower them."""
+    return Ceilings(**{name: max(getattr(c, name) for c in measured) for name in asdict(measured[0])})
+
+
+def disturbance(measured: list[Ceilings]) -> float:
+    """How far the lowest float32 ceiling lies below the highest, as a share of it."""
+    return 1 - min(c.float32 for c in measured) / max(c.float32 for c in measured)
+
+
 def measure_ceilings(*, attempts: int = 5) -> Ceilings:
     """Measure the default device."""
     is_cpu = jax.default_backend() == "cpu"

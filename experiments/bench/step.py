@@ -4,8 +4,9 @@
 
 Random weights, completions of exactly T tokens, no reference, AdamW, one update a batch. A share is what is needed
 (:mod:`grpo_jax.models.flops`: no recomputation, no padding) over what the ceilings of
-:mod:`experiments.bench.ceilings`, measured in the same run, allow in the same time. "bandwidth" belongs to the
-rollout: weights and filled cache read once a step. Seconds are medians, after a first call.
+:mod:`experiments.bench.ceilings`, measured in the same run, allow in the same time: the best of those measured before
+and after each case, with a warning where they disagree, since then something else used the machine. "bandwidth"
+belongs to the rollout: weights and filled cache read once a step. Seconds are medians, after a first call.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from experiments.bench.ceilings import Ceilings, measure_ceilings
+from experiments.bench.ceilings import Ceilings, best_of, disturbance, measure_ceilings
 from experiments.bench.measure import Stages, Timing, machine, peak_rss, with_changes, write_json
 from experiments.bench.shapes import BATCHES, MODELS
 from grpo_jax.models.config import DecoderConfig
 from grpo_jax.models.flops import BatchSizes, forward_flops, rollout_bytes, update_flops
 
 Row = dict[str, Any]
+
+# Ceilings of a quiet machine differ by less.
+DISTURBED = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +51,8 @@ class Options:
     """Write all numbers to this file as well."""
 
 
-def measure(name: str, model: DecoderConfig, sizes: BatchSizes, ceilings: Ceilings, repeats: int) -> Iterator[Row]:
-    """One row a stage."""
+def measure(name: str, model: DecoderConfig, sizes: BatchSizes, repeats: int) -> Iterator[Row]:
+    """One row a stage, without shares."""
     stages = Stages(model, sizes)
     rollout, _ = stages.time_rollout(repeats)
     timings = {
@@ -57,22 +61,26 @@ def measure(name: str, model: DecoderConfig, sizes: BatchSizes, ceilings: Ceilin
         "update": (stages.time_update(repeats), update_flops(model, sizes), None),
     }
     for stage, (timing, flops, traffic) in timings.items():
-        yield {"model": name, "prompt": sizes.prompt, "stage": stage} | _numbers(
-            timing, flops, traffic, sizes, ceilings.flops(model.compute_dtype), ceilings.bandwidth
-        )
+        case = {"model": name, "prompt": sizes.prompt, "compute_dtype": model.compute_dtype, "stage": stage}
+        yield case | _numbers(timing, flops, traffic, sizes)
 
 
-def _numbers(
-    timing: Timing, flops: int, traffic: int | None, sizes: BatchSizes, peak_flops: float, bandwidth: float
-) -> Row:
-    seconds, devices, program = timing.seconds, jax.device_count(), timing.program
+def with_shares(row: Row, ceilings: Ceilings) -> Row:
+    """The row with its shares of the ceilings of all devices."""
+    seconds, traffic = row["seconds"] * jax.device_count(), row["needed_bytes"]
+    return row | {
+        "flops_share": row["needed_flops"] / seconds / ceilings.flops(row["compute_dtype"]),
+        "bandwidth_share": None if traffic is None else traffic / seconds / ceilings.bandwidth,
+    }
+
+
+def _numbers(timing: Timing, flops: int, traffic: int | None, sizes: BatchSizes) -> Row:
+    seconds, program = timing.seconds, timing.program
     return {
         "seconds": seconds,
         "tokens_per_second": sizes.tokens / seconds,
         "needed_flops": flops,
-        "flops_share": flops / seconds / (devices * peak_flops),
         "needed_bytes": traffic,
-        "bandwidth_share": None if traffic is None else traffic / seconds / (devices * bandwidth),
         "compile_seconds": program.seconds,
         "compilations": timing.compilations,
         "temporaries": program.temporaries,
@@ -122,15 +130,23 @@ def show(rows: list[Row], title: str) -> None:
 
 def main() -> None:
     options = tyro.cli(Options)
-    ceilings = measure_ceilings()
+    measured = [measure_ceilings()]
     rows: list[Row] = []
     for name in options.models:
         model = with_changes(MODELS[name], compute_dtype=options.compute_dtype, remat=options.remat)
         for length in options.prompt_lengths:
-            rows += measure(name, model, replace(BATCHES[name], prompt=length), ceilings, options.repeats)
+            rows += measure(name, model, replace(BATCHES[name], prompt=length), options.repeats)
+            measured.append(measure_ceilings())
+    ceilings, disturbed = best_of(measured), disturbance(measured)
+    rows = [with_shares(row, ceilings) for row in rows]
     show(rows, ", ".join(f"{key} {value}" for key, value in machine().items()))
     print(ceilings.describe())
-    write_json(options.json, {"machine": machine(), "ceilings": asdict(ceilings), "rows": rows})
+    if disturbed > DISTURBED:
+        print(
+            f"WARNING: float32 ceilings differed by {100 * disturbed:.0f} %: the machine was not quiet, measure again"
+        )
+    result = {"machine": machine(), "ceilings": asdict(ceilings), "disturbance": disturbed, "rows": rows}
+    write_json(options.json, result)
 
 
 if __name__ == "__main__":
