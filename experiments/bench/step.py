@@ -4,9 +4,10 @@
 
 Random weights, completions of exactly T tokens, no reference, AdamW, one update a batch. A share is what is needed
 (:mod:`grpo_jax.models.flops`: no recomputation, no padding) over what the ceilings of
-:mod:`experiments.bench.ceilings`, measured in the same run, allow in the same time: the best of those measured before
-and after each case, with a warning where they disagree, since then something else used the machine. "bandwidth"
-belongs to the rollout: weights and filled cache read once a step. Seconds are medians, after a first call.
+:mod:`experiments.bench.ceilings`, measured in the same run, allow in the same time: the best of those measured
+before and after each case, with a warning where they disagree, since then something else used the machine.
+"bandwidth" belongs to the rollout: weights and filled cache read once a step. Seconds are medians, after a first
+call.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ def main() -> None:
     print(ceilings.describe())
     if disturbed > DISTURBED:
         print(
-            f"WARNING: float32 ceilings differed by {100 * disturbed:.0f} %: the machine was not quiet, measure again"
+            f"WARNING: float32 ceilings differed by {100 * disturbed:.0f} %: the machine was busy, measure again"
         )
     result = {"machine": machine(), "ceilings": asdict(ceilings), "disturbance": disturbed, "rows": rows}
     write_json(options.json, result)
