@@ -158,6 +158,27 @@ def test_interrupted_run_exits_130(experiment: Path, trained: Trained) -> None:
     assert main(["train", str(experiment)]) == 130
 
 
+def test_a_dry_run_does_not_train(
+    experiment: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls: list[tuple[Config, object]] = []
+    _stub(monkeypatch, "grpo_jax.cli", run_dry=lambda config, task: calls.append((config, task)))
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", str(experiment), "--dry-run", "--preset", "dapo", "--rollout.group-size", "6"]) == 0
+    ((config, task),) = calls
+    assert (config.seed, config.rollout.group_size, config.rollout.extra_rollouts) == (7, 6, 9)
+    assert task is None and not trained.calls
+    assert list(tmp_path.iterdir()) == [experiment]
+
+
+def test_help_explains_the_dry_run(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _exit_status(["train", str(experiment), "--help"]) == 0
+    text = _words(capsys.readouterr().out)
+    assert "--dry-run" in text and "Train nothing and write nothing" in text
+    assert main([]) == 0
+    assert "--dry-run" in capsys.readouterr().out
+
+
 # Presets
 
 

@@ -5,25 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from grpo_jax.models.config import DecoderConfig
+from grpo_jax.models.flops import BatchSizes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
+class Batch(BatchSizes):
     """Sizes of a step's arrays."""
 
     prompts: int = 8
-    """P."""
     group: int = 8
-    """G."""
     prompt: int = 66
-    """S, tokens of every prompt."""
     completion: int = 64
-    """T, tokens of every completion."""
-
-    @property
-    def tokens(self) -> int:
-        """Completion tokens."""
-        return self.prompts * self.group * self.completion
 
 
 def _model(

@@ -21,11 +21,11 @@ import grpo_jax
 from grpo_jax.cli.experiment import load_experiment
 from grpo_jax.cli.options import EvalOptions, ExportOptions, SampleOptions, parse, parse_train, take_experiment
 from grpo_jax.cli.presets import announce_preset, run_presets
+from grpo_jax.cli.tables import print_report, run_dry
 from grpo_jax.config import Config
 from grpo_jax.console import Console, printable
 
 if TYPE_CHECKING:
-    from grpo_jax.evaluate import EvalReport
     from grpo_jax.tasks.base import Example
     from grpo_jax.train.policy import Policy
 
@@ -34,9 +34,10 @@ usage: grpo-jax {train,eval,sample,export,presets} ...
 
 Group relative policy optimization of language models.
 
-  grpo-jax train EXPERIMENT.py [--workdir DIR] [--preset NAME] [--SECTION.FIELD VALUE ...]
+  grpo-jax train EXPERIMENT.py [--workdir DIR] [--preset NAME] [--dry-run] [--SECTION.FIELD VALUE ...]
       Train. Every field of the experiment's config can be overridden; the same command with
-      --workdir goes on from the last checkpoint.
+      --workdir goes on from the last checkpoint. --dry-run only compiles the run, and prints
+      the memory, arithmetic and compile time of each stage.
   grpo-jax eval RUN [--checkpoint latest|best|STEP] [--json FILE]
       Measure success rate, pass@k and maj@k of a run's checkpoint on held-out problems.
   grpo-jax sample RUN [--prompt TEXT]
@@ -127,7 +128,7 @@ def run_train(arguments: list[str]) -> int:
             "grpo-jax train experiments/quickstart.py"
         )
     config = options.config
-    if options.workdir is None and "GRPO_JAX_COORDINATOR" in os.environ:
+    if options.workdir is None and not options.dry_run and "GRPO_JAX_COORDINATOR" in os.environ:
         raise ValueError("--workdir must be given where several processes train: all of them share one folder")
     workdir = options.workdir or Path("runs") / f"{config.experiment}-{time.strftime('%Y%m%d-%H%M%S')}"
 
@@ -137,6 +138,9 @@ def run_train(arguments: list[str]) -> int:
     if options.preset is not None:
         announce_preset(options.preset)
     task = experiment.make_task(config)
+    if options.dry_run:
+        run_dry(config, task)
+        return 0
     from grpo_jax.train.loop import train
 
     summary = train(config, workdir=workdir, fresh=options.fresh, task=task, experiment_file=experiment.path)
@@ -165,7 +169,7 @@ def run_eval(arguments: list[str]) -> int:
             batch_size=settings.batch_size,
             on_progress=show,
         )
-    _print_report(report, title=f"{options.run}, checkpoint {options.checkpoint}")
+    print_report(report, title=f"{options.run}, checkpoint {options.checkpoint}")
     if options.json is not None:
         write_beside(options.json, json.dumps(report.to_json(), indent=2) + "\n")
     return 0
@@ -272,31 +276,3 @@ def _plain_warnings() -> Iterator[None]:
         yield
     finally:
         warnings.formatwarning = original
-
-
-def _print_report(report: EvalReport, *, title: str) -> None:
-    """The estimates with their intervals, as a table."""
-    from rich.console import Console as RichConsole
-    from rich.table import Table
-    from rich.text import Text
-
-    rows = {
-        "greedy accuracy": report.greedy_accuracy,
-        "success rate": report.success_rate,
-        **{f"pass@{k}": estimate for k, estimate in report.pass_at.items()},
-        **{f"maj@{k}": estimate for k, estimate in report.maj_at.items()},
-    }
-    table = Table("", title=Text(title), title_justify="left")
-    table.add_column("estimate", justify="right")
-    table.add_column("95 % interval", justify="right")
-    for name, estimate in rows.items():
-        interval = f"{100 * estimate.low:.1f} - {100 * estimate.high:.1f} %"
-        table.add_row(name, f"{100 * estimate.value:.1f} %", interval)
-    console = RichConsole(highlight=False, emoji=False)
-    console.print(table)
-    console.print(
-        f"{report.num_problems} problems, {report.samples} samples each at temperature "
-        f"{report.temperature:g}; {report.mean_length:.1f} tokens a sample, "
-        f"{100 * report.truncated_share:.1f} % cut off",
-        soft_wrap=True,
-    )

@@ -28,6 +28,9 @@ class TrainOptions:
     preset: str | None = None
     """Begin with a published recipe: its objective, and what else it names, replace the experiment's; options of
     single fields override it. `grpo-jax presets` lists them."""
+    dry_run: bool = False
+    """Train nothing and write nothing: build the run, compile its stages (all but the supervised start), print the
+    memory, the arithmetic and the compile time of each, and what a device has to hold at the peak."""
     config: Annotated[Config, tyro.conf.arg(name="")]
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -53,6 +54,7 @@ class Sampler:
         max_prompt_length: int,
         max_completion_length: int,
         stop: Sequence[str] = (),
+        jit: Callable[..., Any] = jax.jit,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -62,7 +64,7 @@ class Sampler:
         table = stop_table(token_byte_table(tokenizer), stop)
         self.stop_table = None if table is None else to_mesh(table, (None, None), mesh)
         self.data_shards = mesh.shape["data"] * mesh.shape["fsdp"]
-        self.compiled = jax.jit(generate, static_argnames=("model", "config"))
+        self.compiled = jit(generate, static_argnames=("model", "config"))
 
     def rollout(
         self,
@@ -126,8 +128,7 @@ class Sampler:
     ) -> list[list[Completion]]:
         """Completions of any number of examples, ``batch_size`` at a time (the last batch is filled up)."""
         completions: list[list[Completion]] = []
-        # No more rows than needed, but as many as the mesh can share.
-        batch_size = min(batch_size, -(-len(examples) // self.data_shards) * self.data_shards)
+        batch_size = self.batch_rows(len(examples), batch_size)
         mine = host_rows(batch_size, self.mesh)
         for start in range(0, len(examples), batch_size):
             batch = [encode_prompt(self.tokenizer, e) for e in examples[start : start + batch_size]]
@@ -136,6 +137,10 @@ class Sampler:
             rollout = self.rollout(params, filled[mine], key, group_size=num_samples, sampling=sampling)
             completions += self._decode(*map(to_every_host, _outputs(rollout))).completions()[: len(batch)]
         return completions
+
+    def batch_rows(self, num_examples: int, batch_size: int) -> int:
+        """Rows of the batches of :meth:`generate`: no more than needed, but as many as the mesh can share."""
+        return min(batch_size, -(-num_examples // self.data_shards) * self.data_shards)
 
 
 def _outputs(rollout: Rollout) -> tuple[Array, Array, Array]:

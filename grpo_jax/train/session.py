@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,8 +76,13 @@ class Policy:
         )
 
 
-def build_policy(config: Config, task: Task | None = None) -> Policy:
+def build_policy(config: Config, task: Task | None = None, *, jit: Callable[..., Any] = jax.jit) -> Policy:
     """Load or initialise the model of a config, with all that sampling from it takes.
+
+    Args:
+        config: the run's configuration.
+        task: replaces the task that the configuration names.
+        jit: compiles functions; a dry run has one that does not run them.
 
     Raises:
         ValueError: what the config asks for does not fit the devices, the model or the task.
@@ -95,6 +100,7 @@ def build_policy(config: Config, task: Task | None = None) -> Policy:
         max_prompt_length=config.rollout.max_prompt_length,
         max_completion_length=config.rollout.max_completion_length,
         stop=task.stop,
+        jit=jit,
     )
     return Policy(
         config=config,
@@ -136,9 +142,14 @@ def _with_fitting_prompts(task: Task, tokenizer: Tokenizer, config: Config) -> t
 
 
 class Session:
-    """A policy in training: its optimizer, compiled functions, prompts and state."""
+    """A policy in training: its optimizer, compiled functions, prompts and state.
 
-    def __init__(self, policy: Policy) -> None:
+    Args:
+        policy: model and task.
+        jit: compiles functions; a dry run has one that does not run them.
+    """
+
+    def __init__(self, policy: Policy, *, jit: Callable[..., Any] = jax.jit) -> None:
         config = policy.config
         self.policy = policy
         self.config = config
@@ -154,16 +165,16 @@ class Session:
         self.step = TrainStep(policy.model, self.optimizer, config, policy.tokenizer.vocab_size)
         whole = NamedSharding(self.mesh, PartitionSpec())
         self.state_shardings = self._state_shardings()
-        self._update = jax.jit(self.step.train_step, donate_argnums=0, out_shardings=(self.state_shardings, whole))
-        self._score = jax.jit(lambda params, rollout: self.step.score(params, rollout)[0])
+        self._update = jit(self.step.train_step, donate_argnums=0, out_shardings=(self.state_shardings, whole))
+        self._score = jit(lambda params, rollout: self.step.score(params, rollout)[0])
         self.reward_names = [reward.name for reward in policy.task.rewards]
         self.reward_weights = [reward.weight for reward in policy.task.rewards]
-        self._make_batch = jax.jit(
+        self._make_batch = jit(
             functools.partial(
                 make_batch, config=config, reward_names=self.reward_names, reward_weights=self.reward_weights
             )
         )
-        self.take_groups = jax.jit(take_groups)
+        self.take_groups = jit(take_groups)
         self._reward = RewardRunner(policy.task.rewards)
         self._schedule = learning_rate_schedule(config.optimizer, total_updates)
         self.prompts = host_stream(
