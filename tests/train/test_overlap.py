@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ from grpo_jax.metrics import read_metrics
 from grpo_jax.rewards import Reward
 from grpo_jax.rollout.sampler import Sampler
 from grpo_jax.tasks import make_task
+from grpo_jax.tasks.base import Task
 from grpo_jax.train import session as sessions
 from grpo_jax.train.loop import train
 from grpo_jax.train.overlap import RewardThread
@@ -270,10 +274,7 @@ def test_a_thread_ends_with_the_job_it_is_doing() -> None:
     assert reward_threads() == []
 
 
-@pytest.mark.parametrize("settings", [{"overlap": True, "overlap_parts": 2}, {"steps_ahead": 1}])
-def test_a_reward_that_breaks_its_contract_ends_the_run(
-    compile_once: None, tmp_path: Path, settings: dict[str, Any]
-) -> None:
+def tiny(reward: Callable[..., Any], **settings: Any) -> tuple[Config, Task]:
     config = Config(
         model=ModelConfig(num_layers=1, width=16, ffn_width=16, num_heads=2, num_kv_heads=1),
         task=TaskConfig(name="sort", num_train=64, num_heldout=4),
@@ -283,7 +284,33 @@ def test_a_reward_that_breaks_its_contract_ends_the_run(
         eval=EvalConfig(num_problems=4, batch_size=4, samples=4),
         mesh=MeshConfig(data=4, group=2),
     )
-    task = dataclasses.replace(make_task(config), rewards=(Reward("short", lambda **columns: [0.0]),))
-    with pytest.raises(ValueError, match="'short' must return one reward a completion"):
+    return config, dataclasses.replace(make_task(config), rewards=(Reward("own", reward),))
+
+
+@pytest.mark.parametrize("settings", [{"overlap": True, "overlap_parts": 2}, {"steps_ahead": 1}])
+def test_a_reward_that_breaks_its_contract_ends_the_run(
+    compile_once: None, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    config, task = tiny(lambda **columns: [0.0], **settings)
+    with pytest.raises(ValueError, match="'own' must return one reward a completion"):
         train(config, workdir=tmp_path / "run", task=task)
     assert reward_threads() == []
+
+
+def test_a_third_signal_leaves_a_reward_that_hangs_behind(compile_once: None, tmp_path: Path) -> None:
+    may_end = threading.Event()
+
+    def hangs(**columns: Any) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        # Later than the main thread begins to wait for this one.
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        may_end.wait(60)
+
+    config, task = tiny(hangs, steps_ahead=1)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, workdir=tmp_path / "run", task=task)
+    (left,) = reward_threads()
+    assert left.daemon
+    may_end.set()
+    left.join()
