@@ -2,8 +2,8 @@
 
 Orbax writes a step beside its place and renames it when all is on disk; old steps are renamed away before
 they are deleted. A step holds the items ``policy``, ``reference`` (only with a KL term), ``optimizer`` (with
-the step count), ``host`` (random keys, data position), ``config`` and ``metric``; reading one does not read
-the others.
+the step count), ``ahead`` (only with a rollout sampled ahead), ``host`` (random keys, data position), ``config``
+and ``metric``; reading one does not read the others.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from orbax.checkpoint.checkpoint_managers import (
     PreservationContext,
 )
 
-from grpo_jax.types import Params, TrainState
+from grpo_jax.types import Params, Rollout, TrainState
 
 _log = logging.getLogger(__name__)
 
@@ -141,6 +141,8 @@ class Checkpointer:
         }
         if state.ref_params is not None:
             items["reference"] = ocp.args.StandardSave(state.ref_params)
+        if state.ahead is not None:
+            items["ahead"] = ocp.args.StandardSave(vars(state.ahead))
         self._metrics[step] = rating
         try:
             with _quiet():
@@ -231,6 +233,8 @@ class Checkpointer:
         trees = {"policy": abstract_state.params, "optimizer": optimizer}
         if abstract_state.ref_params is not None:
             trees["reference"] = abstract_state.ref_params
+        if abstract_state.ahead is not None:
+            trees["ahead"] = vars(abstract_state.ahead)
         for item, tree in trees.items():
             self._check_arrays(step, item, tree)
         items = {item: ocp.args.StandardRestore(tree) for item, tree in trees.items()}
@@ -241,6 +245,7 @@ class Checkpointer:
             ref_params=read.get("reference"),
             opt_state=read.optimizer["opt_state"],
             step=read.optimizer["step"],
+            ahead=None if abstract_state.ahead is None else Rollout(**read.ahead),
         )
         return state, read.host
 

@@ -97,12 +97,19 @@ def check_batch_fits(config: Config, mesh: Mesh) -> None:
     """
     rollout, train = config.rollout, config.train
     data_shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    shards_why = f"mesh.data * mesh.fsdp ({data_shards})"
     for name, size, parts, why in (
         (
             "rollout.num_prompts",
             rollout.num_prompts,
             data_shards * train.prompt_micro_batches,
-            f"mesh.data * mesh.fsdp ({data_shards}) * train.prompt_micro_batches ({train.prompt_micro_batches})",
+            f"{shards_why} * train.prompt_micro_batches ({train.prompt_micro_batches})",
+        ),
+        (
+            "rollout.num_prompts",
+            rollout.num_prompts,
+            data_shards * rollout.num_parts,
+            f"{shards_why} * rollout.overlap_parts ({rollout.num_parts})",
         ),
         (
             "rollout.group_size",
@@ -114,13 +121,13 @@ def check_batch_fits(config: Config, mesh: Mesh) -> None:
             "eval.batch_size",
             config.eval.batch_size,
             data_shards,
-            f"mesh.data * mesh.fsdp ({data_shards})",
+            shards_why,
         ),
         (
             "warm_start.batch_size",
             config.warm_start.batch_size if config.warm_start.steps > 0 else data_shards,
             data_shards,
-            f"mesh.data * mesh.fsdp ({data_shards})",
+            shards_why,
         ),
     ):
         if size % parts:
@@ -130,7 +137,8 @@ def check_batch_fits(config: Config, mesh: Mesh) -> None:
                 f"the nearest that work: {' and '.join(map(str, nearest))}"
             )
     if rollout.num_slots is not None:
-        rows, slots = slot_layout(rollout.num_prompts, rollout.group_size, rollout.num_slots, data_shards)
+        num_prompts = rollout.num_prompts // rollout.num_parts  # sampled at a time
+        rows, slots = slot_layout(num_prompts, rollout.group_size, rollout.num_slots, data_shards)
         if slots == 0 or rows * slots != rollout.num_slots or rows % data_shards or slots % mesh.shape["group"]:
             step = data_shards * rollout.group_size
             nearest = max(round(rollout.num_slots / step), 1) * step

@@ -153,3 +153,5 @@ class TrainState:
     opt_state: Any
     step: Array
     """int32; batches trained on so far."""
+    ahead: Rollout | None = None
+    """The next batch's rollout, where it was sampled with earlier parameters; in checkpoints only."""

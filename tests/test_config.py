@@ -97,6 +97,22 @@ def test_saved_config_with_unknown_or_bad_fields(values: dict[str, Any], message
             )
             for slots in (0, 4, 9, 30)
         ),
+        (lambda: RolloutConfig(overlap_parts=1), "rollout.overlap_parts must be at least 2, got 1"),
+        (lambda: RolloutConfig(steps_ahead=2), "rollout.steps_ahead must be 0 or 1, got 2"),
+        (
+            lambda: RolloutConfig(overlap=True, steps_ahead=1),
+            "rollout.steps_ahead must be 0 with rollout.overlap: with 1 the rewards run beside the next batch's "
+            "sampling already, got 1",
+        ),
+        (
+            lambda: RolloutConfig(num_prompts=6, overlap=True),
+            "rollout.overlap_parts (4) must divide rollout.num_prompts (6); the nearest that do: 3 and 6",
+        ),
+        (
+            lambda: RolloutConfig(num_prompts=8, group_size=4, overlap=True, num_slots=16),
+            "rollout.num_slots (16) must be at most num_prompts * group_size / overlap_parts (8) with "
+            "rollout.overlap, which samples a part at a time: lower it, or rollout.overlap_parts",
+        ),
         (lambda: ReferenceConfig(sync_every=0), "reference.sync_every must be at least 1, got 0"),
         (lambda: ReferenceConfig(polyak_rate=0.0), "reference.polyak_rate must be in (0, 1], got 0.0"),
         (lambda: OptimizerConfig(learning_rate=-1.0), "optimizer.learning_rate must be at least 0, got -1.0"),

@@ -240,6 +240,9 @@ def test_idle_settings_over_several_sections() -> None:
     (message,) = messages(lambda: Config(rollout=RolloutConfig(spread_of="rewards")))
     assert message == "rollout.spread_of='rewards' has no effect: rollout.extra_rollouts is 0"
     assert messages(lambda: Config(rollout=RolloutConfig(spread_of="rewards", extra_rollouts=1))) == []
+    (message,) = messages(lambda: Config(rollout=RolloutConfig(overlap_parts=2)))
+    assert message == "rollout.overlap_parts=2 has no effect: rollout.overlap is False"
+    assert messages(lambda: Config(rollout=RolloutConfig(overlap_parts=2, overlap=True))) == []
 
     long = ObjectiveConfig(overlong_cache=16, overlong_length=80)
     (message,) = messages(lambda: Config(rollout=RolloutConfig(max_completion_length=64), objective=long))

@@ -107,6 +107,18 @@ def make_config(**sections: Any) -> Config:
             "rollout.num_slots (2) makes 1 rows of 2 slots; rows must be a multiple of mesh.data * mesh.fsdp (1) "
             "and slots of mesh.group (4): for example 4",
         ),
+        (
+            {"rollout": RolloutConfig(num_prompts=8, group_size=4, overlap=True, overlap_parts=4)},
+            {"data": 4, "group": 2},
+            "rollout.num_prompts (8) must be a multiple of mesh.data * mesh.fsdp (4) * rollout.overlap_parts (4) "
+            "= 16; the nearest that work: 16",
+        ),
+        (
+            {"rollout": RolloutConfig(num_prompts=8, group_size=4, overlap=True, overlap_parts=2, num_slots=4)},
+            {"data": 4, "group": 2},
+            "rollout.num_slots (4) makes 4 rows of 1 slots; rows must be a multiple of mesh.data * mesh.fsdp (4) "
+            "and slots of mesh.group (2): for example 16",
+        ),
     ],
 )
 def test_batches_that_cannot_be_split(sections: dict[str, Any], mesh: dict[str, int], message: str) -> None:
@@ -119,6 +131,7 @@ def test_batches_that_cannot_be_split(sections: dict[str, Any], mesh: dict[str, 
     [
         {},
         {"rollout": RolloutConfig(num_prompts=8, group_size=4, num_slots=32)},
+        {"rollout": RolloutConfig(num_prompts=8, group_size=4, num_slots=16, overlap=True, overlap_parts=2)},
         {"train": TrainConfig(prompt_micro_batches=2, group_micro_batches=2)},
         # Without a supervised start its batch size is nobody's business.
         {"warm_start": WarmStartConfig(steps=0, batch_size=7)},

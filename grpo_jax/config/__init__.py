@@ -93,6 +93,10 @@ class Config:
             )
         if self.rollout.extra_rollouts == 0 and self.rollout.spread_of != "correct":
             idle.append(f"rollout.spread_of={self.rollout.spread_of!r} has no effect: rollout.extra_rollouts is 0")
+        if not self.rollout.overlap and self.rollout.overlap_parts != 4:
+            idle.append(
+                f"rollout.overlap_parts={self.rollout.overlap_parts} has no effect: rollout.overlap is False"
+            )
         unpunished = (objective.overlong_length or length) - objective.overlong_cache
         if objective.overlong_cache > 0 and unpunished >= length:
             idle.append(

@@ -72,7 +72,8 @@ class ObjectiveConfig:
     """Weight of the entropy bonus."""
     importance: Literal["auto", "none", "token", "sequence"] = "auto"
     """Weights exp(old - sampler) that correct for a sampler that differs from the policy, of a token or of a
-    whole completion. "auto": of a token, where top-p, top-k or min-p truncate the distribution."""
+    whole completion. "auto": of a token, where top-p, top-k or min-p truncate the distribution, and with
+    rollout.steps_ahead."""
     importance_outside: Literal["truncate", "drop"] = "truncate"
     """What becomes of a weight above importance_cap: the cap, or 0 (as then below importance_low)."""
     importance_low: float = 0.0

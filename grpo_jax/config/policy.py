@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from grpo_jax.config.checks import require
+from grpo_jax.config.checks import require, require_divides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +97,14 @@ class RolloutConfig:
     Groups that are still without spread then stay (objective.zero_spread says what becomes of them)."""
     spread_of: Literal["correct", "rewards"] = "correct"
     """Spread of what: the task's verdict on each completion, or its combined reward before any shaping."""
+    overlap: bool = False
+    """Sample a batch in parts, and run the rewards of each in a thread beside the sampling of the next. The
+    draws, and the order of rollouts and updates, stay the same; reward functions see a part at a time."""
+    overlap_parts: int = 4
+    """Parts of the batch's prompts (rollout.overlap)."""
+    steps_ahead: Literal[0, 1] = 0
+    """1: sample the next batch beside this one's rewards, with the policy from before this one's update: samples
+    are off-policy by one update, which objective.importance corrects."""
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "group_size", "max_prompt_length", "max_completion_length"):
@@ -111,6 +119,7 @@ class RolloutConfig:
         require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "in (0, 1]")
         require(self.top_k >= 0, "rollout.top_k", self.top_k, "at least 0 (0 keeps all)")
         require(0 <= self.min_p < 1, "rollout.min_p", self.min_p, "in [0, 1)")
+        self._check_overlap()
         if self.num_slots is not None:
             slots, group = self.num_slots, self.group_size
             fits = 1 <= slots <= self.num_prompts * group and (
@@ -121,8 +130,34 @@ class RolloutConfig:
                     f"rollout.num_slots ({slots}) must be a multiple or a divisor of rollout.group_size "
                     f"({group}) and at most num_prompts * group_size ({self.num_prompts * group})"
                 )
+            part = self.num_prompts // self.num_parts * group
+            if slots > part:
+                raise ValueError(
+                    f"rollout.num_slots ({slots}) must be at most num_prompts * group_size / overlap_parts "
+                    f"({part}) with rollout.overlap, which samples a part at a time: lower it, or "
+                    "rollout.overlap_parts, or leave it None"
+                )
+
+    def _check_overlap(self) -> None:
+        name, ahead = "rollout.steps_ahead", self.steps_ahead
+        require(ahead in (0, 1), name, ahead, "0 or 1")
+        require(self.overlap_parts >= 2, "rollout.overlap_parts", self.overlap_parts, "at least 2")
+        if self.overlap:
+            why = "0 with rollout.overlap: with 1 the rewards run beside the next batch's sampling already"
+            require(ahead == 0, name, ahead, why)
+            require_divides("rollout.overlap_parts", self.overlap_parts, "rollout.num_prompts", self.num_prompts)
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of its prompts that a batch is sampled in."""
+        return self.overlap_parts if self.overlap else 1
 
     @property
     def truncates_distribution(self) -> bool:
         """Whether samples come from less than the full distribution."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def off_policy(self) -> bool:
+        """Whether samples come from another distribution than that of the policy that learns from them."""
+        return self.truncates_distribution or self.steps_ahead > 0

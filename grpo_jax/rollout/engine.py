@@ -36,6 +36,7 @@ def generate(
     key: Array,
     stop_table: Array | None,
     config: EngineConfig,
+    prompt_number_P: Array | None = None,
 ) -> Rollout:
     """Sample G completions of each prompt; to be compiled with ``model`` and ``config`` static.
 
@@ -47,12 +48,16 @@ def generate(
         key: the rollout's random key.
         stop_table: from :func:`grpo_jax.rollout.stop.stop_table`, or None.
         config: sizes, sampling and ids.
+        prompt_number_P: each prompt's number in the batch that these are a part of, whole on every device; None:
+            these are all of it.
     """
+    if prompt_number_P is None:
+        prompt_number_P = jnp.arange(prompt_PS.shape[0])
     state = _start(model, params, prompt_PS, prompt_mask_PS, config)
-    state = _emit(model, params, state, state.prefix.hidden_PD[:, None], key, stop_table, config)
+    state = _emit(model, params, state, state.prefix.hidden_PD[:, None], prompt_number_P, key, stop_table, config)
     state = jax.lax.while_loop(
         lambda state: state.alive_RC.any(),
-        lambda state: _decode(model, params, state, key, stop_table, config),
+        lambda state: _decode(model, params, state, prompt_number_P, key, stop_table, config),
         state,
     )
     return _collect(state, prompt_PS, prompt_mask_PS, config)
@@ -105,6 +110,7 @@ def _decode(
     model: Model,
     params: Params,
     state: EngineState,
+    prompt_number_P: Array,
     key: Array,
     stop_table: Array | None,
     config: EngineConfig,
@@ -121,7 +127,7 @@ def _decode(
     hidden_RCD = jnp.where(
         (state.length_RC == 0)[..., None], state.prefix.hidden_PD[:, None], hidden_RC1D[:, :, 0]
     )
-    return _emit(model, params, state, hidden_RCD, key, stop_table, config)
+    return _emit(model, params, state, hidden_RCD, prompt_number_P, key, stop_table, config)
 
 
 def _emit(
@@ -129,6 +135,7 @@ def _emit(
     params: Params,
     state: EngineState,
     hidden_RCD: Array,
+    prompt_number_P: Array,
     key: Array,
     stop_table: Array | None,
     config: EngineConfig,
@@ -137,7 +144,7 @@ def _emit(
     R, C = state.length_RC.shape
     T = config.max_completion_length
     hidden_RCD = jnp.broadcast_to(hidden_RCD, (R, C, hidden_RCD.shape[-1]))
-    sample_RC = state.row_prompt_R[:, None] * config.group_size + state.sample_RC
+    sample_RC = prompt_number_P[state.row_prompt_R][:, None] * config.group_size + state.sample_RC
     token_RC, logp_RC = _sample(model, params, hidden_RCD, sample_RC, state.length_RC, key, config)
 
     length_RC = state.length_RC + state.alive_RC

@@ -75,8 +75,13 @@ class Sampler:
         group_size: int,
         sampling: SamplingParams,
         num_slots: int | None = None,
+        prompt_number_P: np.ndarray | None = None,
     ) -> Rollout:
-        """Sample ``group_size`` completions of each of this host's prompts (token ids)."""
+        """Sample ``group_size`` completions of each of this host's prompts (token ids).
+
+        Random draws depend on ``prompt_number_P``, the numbers (int32, of all hosts' prompts) in the batch that
+        these are a part of; None: these are all of it.
+        """
         prompt_PS, prompt_mask_PS = pad_left(prompts, self.max_prompt_length, self.tokenizer.pad_id)
         config = EngineConfig(
             group_size=group_size,
@@ -88,6 +93,7 @@ class Sampler:
             num_slots=num_slots,
             num_shards=self.data_shards,
         )
+        numbers_P = None if prompt_number_P is None else to_mesh(prompt_number_P, (None,), self.mesh)
         with jax.set_mesh(self.mesh):
             return self.compiled(
                 model=self.model,
@@ -97,6 +103,7 @@ class Sampler:
                 key=key,
                 stop_table=self.stop_table,
                 config=config,
+                prompt_number_P=numbers_P,
             )
 
     def to_host(self, rollout: Rollout) -> HostRollout:

@@ -118,7 +118,7 @@ def _shaped(
             cache=objective.overlong_cache,
         )
     if objective.kl_in == "reward" and ref_logps_PGT is not None:
-        # Without truncation the sampler's distribution is the policy's.
+        # The sampler's, where these are the policy's own.
         policy_PGT = rollout.sampler_logps_PGT if old_logps_PGT is None else old_logps_PGT
         k1_PG = jnp.where(mask_PGT, policy_PGT - ref_logps_PGT, 0.0).sum(axis=-1)
         shaping["KLPenalty"] = -objective.beta * k1_PG
@@ -126,6 +126,16 @@ def _shaped(
     missing_PG = jnp.isnan(rewards_PGK).all(axis=-1)
     columns = [jnp.where(missing_PG, jnp.nan, x_PG)[..., None] for x_PG in shaping.values()]
     return jnp.concatenate([rewards_PGK, *columns], axis=-1), [*weights, *(1.0 for _ in columns)], shaping
+
+
+def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
+    """One rollout of N parts, the i-th of which holds its prompts i, i + N, ...; to be compiled."""
+
+    def join(arrays: list[Array], axes: tuple[str, ...]) -> Array:
+        joined = jnp.stack(arrays, axis=1).reshape(-1, *arrays[0].shape[1:])
+        return constrain(joined, (*axes, *(None,) * (joined.ndim - len(axes))))
+
+    return Rollout(**{name: join([getattr(part, name) for part in parts], _axes(name)) for name in vars(parts[0])})
 
 
 def take_groups(rollout: Rollout, other: Rollout, source_P: Array) -> Rollout:
@@ -136,9 +146,9 @@ def take_groups(rollout: Rollout, other: Rollout, source_P: Array) -> Rollout:
         merged = jnp.where(takes, jnp.take(others, jnp.maximum(source_P, 0), axis=0), mine)
         return constrain(merged, (*axes, *(None,) * (mine.ndim - len(axes))))
 
-    return Rollout(
-        **{
-            name: take(mine, getattr(other, name), PROMPT_AXES if name in PROMPT_FIELDS else GROUP_AXES)
-            for name, mine in vars(rollout).items()
-        }
-    )
+    return Rollout(**{name: take(mine, getattr(other, name), _axes(name)) for name, mine in vars(rollout).items()})
+
+
+def _axes(name: str) -> tuple[str, ...]:
+    """Leading logical axes of a rollout's field."""
+    return PROMPT_AXES if name in PROMPT_FIELDS else GROUP_AXES

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from grpo_jax.checkpoint import Checkpointer
-from grpo_jax.config import Config, config_to_dict
+from grpo_jax.config import Config
 from grpo_jax.console import Console
-from grpo_jax.evaluate import EvalReport, evaluate
 from grpo_jax.metrics import RunLog
 from grpo_jax.tasks.base import Task
+from grpo_jax.train.overlap import SampleSource
 from grpo_jax.train.policy import CHECKPOINT_FOLDER
+from grpo_jax.train.progress import Progress, begin, measure, resume, save
 from grpo_jax.train.report import CompileCounter, StageClock, StepReport
 from grpo_jax.train.run_folder import Interruption, open_run_folder
-from grpo_jax.train.sample import judge_rollout, replace_groups
+from grpo_jax.train.sample import replace_groups
 from grpo_jax.train.session import Session, build_policy
-from grpo_jax.train.sft import warm_start
-from grpo_jax.types import TrainState
 
 
 @dataclass(frozen=True)
@@ -37,22 +33,6 @@ class TrainSummary:
     interrupted: bool
     before: dict[str, Any]
     after: dict[str, Any]
-
-
-@dataclass
-class Progress:
-    """Where a run stands; all that a checkpoint holds beside the configuration."""
-
-    state: TrainState
-    key: jax.Array
-    done: int = 0
-    """Steps that are finished."""
-    before: dict[str, Any] = field(default_factory=dict)
-    """The evaluation before the first step."""
-    after: dict[str, Any] = field(default_factory=dict)
-    """The latest evaluation."""
-    after_step: int = 0
-    """The step that it was made at."""
 
 
 def train(
@@ -121,144 +101,63 @@ def run_steps(
     interruption: Interruption,
     compiled: CompileCounter,
 ) -> None:
-    """The steps that are left; each rollout is dispatched before the last update's metrics are read."""
+    """The steps that are left; the device has its next work before the last update's metrics are read."""
     config, clock = session.config, StageClock()
     pending: StepReport | None = None
     if progress.done < config.train.steps:
         console.stage("GRPO")
         console.start(config.train.steps, progress.done)
-    while progress.done < config.train.steps:
-        step = progress.done + 1
-        # ---------------------------------------------------------------------------------- roll out
-        examples = next(session.prompts)
-        key = jax.random.fold_in(progress.key, step)
-        rollout = session.roll_out(progress.state.params, examples, key)
-        if pending is not None:
-            pending.wait(clock, config.optimizer.max_nonfinite)
-            pending.write(log, console, config, compiled.count, heldout=None)
-        completions = session.policy.sampler.to_host(rollout)
-        seconds = {"Rollout": clock.lap()}
-        # ------------------------------------------------------------------------------------ reward
-        sample = judge_rollout(session, examples, rollout, completions)
-        seconds["Reward"] = clock.lap()
-        sample, extra_rollouts = replace_groups(session, sample, progress.state.params, key)
-        seconds["Rollout"] += clock.lap()
-        # -------------------------------------------------------------------------------- advantages
-        old_PGT, ref_PGT = session.score(sample.rollout, progress.state)
-        batch, rewards_PG, batch_metrics = session.make_batch(
-            sample.rollout, sample.rewards, sample.correct_PG, old_PGT, ref_PGT, key
-        )
-        seconds["Score"] = clock.lap()
-        # ------------------------------------------------------------------------------------ update
-        progress.state, step_metrics = session.update(progress.state, batch)
-        progress.done = step
-        # --------------------------------------------------------------------------------------- log
-        pending = StepReport(
-            step=step,
-            sample=sample,
-            rewards_PG=session.to_host(rewards_PG),
-            advantages_PG=session.to_host(batch.advantages_PG),
-            reward_names=session.reward_names,
-            batch_metrics=batch_metrics | {"Training/ExtraRollouts": extra_rollouts},
-            step_metrics=step_metrics,
-            learning_rate=session.learning_rate,
-            epoch=session.prompts.epoch,
-            seconds=seconds,
-        )
-        # ---------------------------------------------------------------------------- evaluate, save
-        last = step == config.train.steps
-        stop = interruption.agreed()
-        evaluates = last or (config.eval.every > 0 and step % config.eval.every == 0)
-        if evaluates or stop or step % config.checkpoint.every == 0:
-            pending.wait(clock, config.optimizer.max_nonfinite)
-            heldout = measure(progress, session, console, f"step {step}: held-out") if evaluates else None
-            pending.write(log, console, config, compiled.count, heldout)
-            save(progress, session, checkpoints, heldout)
-            pending = None
-            clock.lap()
-        if stop:
-            break
-    console.stop()
-
-
-def begin(session: Session, console: Console, interruption: Interruption) -> tuple[Progress, EvalReport]:
-    """The supervised start, the state that follows from it, and the first evaluation."""
-    config, policy = session.config, session.policy
-    params = policy.params
-    if config.warm_start.steps > 0:
-        console.stage("supervised start")
-        with console.progress("warm start", config.warm_start.steps) as show:
-
-            def on_step(done: int, loss: float) -> None:
-                show(done, loss=loss)
-                if interruption.agreed():
-                    raise KeyboardInterrupt("stopped in the supervised start: there is no checkpoint yet")
-
-            params = warm_start(
-                policy.model, params, policy.tokenizer, policy.task.train, config, policy.mesh, on_step
+    with SampleSource(session, progress, clock) as samples:
+        while progress.done < config.train.steps:
+            step = progress.done + 1
+            key = progress.step_key(step)
+            # ------------------------------------------------------------------------------ roll out
+            samples.begin()
+            if pending is not None:
+                pending.wait(clock, config.optimizer.max_nonfinite)
+                pending.write(log, console, config, compiled.count, heldout=None)
+            # -------------------------------------------------------------------------------- reward
+            sample = samples.finish()
+            sample, extra_rollouts = replace_groups(session, sample, samples.draw, key)
+            # ---------------------------------------------------------------------------- advantages
+            reward_failures = session.count_failures(sample.rewards)
+            old_PGT, ref_PGT = session.score(sample.rollout, progress.state)
+            batch, rewards_PG, batch_metrics = session.make_batch(
+                sample.rollout, sample.rewards, sample.correct_PG, old_PGT, ref_PGT, key
             )
-    progress = Progress(state=session.initial_state(params), key=jax.random.key(config.seed))
-    heldout = measure(progress, session, console, "held-out problems before GRPO")
-    progress.before = progress.after
-    return progress, heldout
-
-
-def resume(session: Session, checkpoints: Checkpointer) -> Progress:
-    """Everything as the last checkpoint has it."""
-    abstract = session.abstract_state()
-    for x in jax.tree.leaves(session.policy.params):  # make room: the checkpoint's take their place
-        x.delete()
-    state, host = checkpoints.restore(abstract)
-    session.prompts.restore(host["prompts"])
-    return Progress(
-        state=state,
-        key=jax.random.wrap_key_data(jnp.array(host["key"], jnp.uint32)),
-        done=int(state.step),
-        before=host["before"],
-        after=host["after"],
-        after_step=host["after_step"],
-    )
-
-
-def save(progress: Progress, session: Session, checkpoints: Checkpointer, heldout: EvalReport | None) -> None:
-    """Write a checkpoint: the state, and the host's values that the next step depends on."""
-    checkpoints.save(
-        progress.done,
-        progress.state,
-        host={
-            "prompts": session.prompts.position(),
-            "key": np.asarray(jax.random.key_data(progress.key)).tolist(),
-            "before": progress.before,
-            "after": progress.after,
-            "after_step": progress.after_step,
-        },
-        config=config_to_dict(session.config),
-        metric=None if heldout is None else heldout.success_rate.value,
-    )
-
-
-def measure(progress: Progress, session: Session, console: Console, label: str) -> EvalReport:
-    """Evaluate the policy on held-out problems, greedily and with samples."""
-    settings = session.config.eval
-    policy = dataclasses.replace(session.policy, params=progress.state.params)
-    problems = policy.task.heldout[: settings.num_problems]
-    with console.progress(label, len(problems)) as show:
-        report = evaluate(
-            policy.generate,
-            policy.task,
-            problems,
-            samples=settings.samples,
-            temperature=settings.temperature,
-            seed=session.config.seed,
-            batch_size=settings.batch_size,
-            on_progress=show,
-        )
-    console.message(
-        f"{label}: {100 * report.success_rate.value:.1f} % of samples right at temperature "
-        f"{settings.temperature:g}, {100 * report.greedy_accuracy.value:.1f} % greedy"
-    )
-    progress.after, progress.after_step = report.to_json(), progress.done
-    return report
+            samples.seconds["Score"] += clock.lap()
+            # -------------------------------------------------------------------------------- update
+            progress.state, step_metrics = session.update(progress.state, batch)
+            progress.done = step
+            # ----------------------------------------------------------------------------------- log
+            pending = StepReport(
+                step=step,
+                sample=sample,
+                reward_failures=reward_failures,
+                rewards_PG=session.to_host(rewards_PG),
+                advantages_PG=session.to_host(batch.advantages_PG),
+                reward_names=session.reward_names,
+                batch_metrics=batch_metrics | {"Training/ExtraRollouts": extra_rollouts},
+                step_metrics=step_metrics,
+                learning_rate=session.learning_rate,
+                epoch=session.prompts.epoch,
+                seconds=samples.seconds,
+            )
+            samples.seconds["Update"] += clock.lap()
+            # ------------------------------------------------------------------------ evaluate, save
+            last = step == config.train.steps
+            stop = interruption.agreed()
+            evaluates = last or (config.eval.every > 0 and step % config.eval.every == 0)
+            if evaluates or stop or step % config.checkpoint.every == 0:
+                pending.wait(clock, config.optimizer.max_nonfinite)
+                heldout = measure(progress, session, console, f"step {step}: held-out") if evaluates else None
+                pending.write(log, console, config, compiled.count, heldout)
+                save(progress, session, checkpoints, heldout)
+                pending = None
+                clock.lap()
+            if stop:
+                break
+    console.stop()
 
 
 def announce(session: Session, workdir: Path, console: Console) -> None:
@@ -279,11 +178,16 @@ def announce(session: Session, workdir: Path, console: Console) -> None:
             f"{policy.dropped_prompts} prompts are longer than rollout.max_prompt_length "
             f"({config.rollout.max_prompt_length}) and were left out"
         )
-    if config.rollout.truncates_distribution:
+    if config.rollout.off_policy:
+        reasons = []
+        if config.rollout.truncates_distribution:
+            reasons.append("top-p, top-k or min-p truncate the distribution that is sampled from")
+        if config.rollout.steps_ahead > 0:
+            reasons.append("rollout.steps_ahead=1 samples with the policy from before the last update")
         corrected = "NOT corrected by" if session.step.importance == "none" else "corrected by"
         console.warning(
-            "top-p, top-k or min-p truncate the distribution that is sampled from: samples are off-policy, "
-            f"{corrected} importance weights (objective.importance={config.objective.importance})"
+            f"{' and '.join(reasons)}: samples are off-policy, {corrected} importance weights "
+            f"(objective.importance={config.objective.importance})"
         )
 
 

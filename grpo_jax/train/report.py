@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -41,6 +41,10 @@ STEP_METRICS = {
 }
 
 
+STAGES = ("Rollout", "Reward", "Score", "Update")
+"""What a step's seconds are given to, each to one."""
+
+
 class StageClock:
     """Gives every second of the loop to one stage: a lap ends where the next one begins."""
 
@@ -60,6 +64,8 @@ class StepReport:
 
     step: int
     sample: Sample
+    reward_failures: dict[str, int]
+    """Of all hosts, by reward function."""
     rewards_PG: np.ndarray
     advantages_PG: np.ndarray
     reward_names: list[str]
@@ -68,8 +74,8 @@ class StepReport:
     learning_rate: Callable[[int, int], float]
     """Of a step and the number of updates skipped so far."""
     epoch: float
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds a stage: Rollout, Reward, Score, Update."""
+    seconds: dict[str, float]
+    """Of each of :data:`STAGES`, and parts of them that were waiting."""
 
     def wait(self, clock: StageClock, max_nonfinite: int) -> None:
         """Wait for the update.
@@ -78,7 +84,7 @@ class StepReport:
             FloatingPointError: more updates in a row than allowed were skipped for a NaN or Inf gradient.
         """
         jax.block_until_ready(self.step_metrics)
-        self.seconds["Update"] = clock.lap()
+        self.seconds["Update"] += clock.lap()
         in_a_row = int(self.step_metrics["nonfinite_in_a_row"])
         if in_a_row > max_nonfinite:
             loss = float(self.step_metrics["loss"])
@@ -93,13 +99,13 @@ class StepReport:
         step = {STEP_METRICS[k]: float(v) for k, v in self.step_metrics.items() if k in STEP_METRICS}
         metrics = step | {name: float(value) for name, value in self.batch_metrics.items()}
         metrics["Policy/ClipFraction"] = metrics["Policy/ClipLow"] + metrics["Policy/ClipHigh"]
-        for name, failures in self.sample.rewards.failures.items():
+        for name, failures in self.reward_failures.items():
             metrics[f"Training/RewardFailures/{name}"] = failures
         skipped = int(self.step_metrics["nonfinite_total"])
         metrics["Training/LearningRate"] = self.learning_rate(self.step, skipped)
         metrics["Training/Epoch"] = self.epoch
-        total = sum(self.seconds.values())
-        metrics |= {f"Performance/{stage}Seconds": seconds for stage, seconds in self.seconds.items()}
+        total = sum(self.seconds[stage] for stage in STAGES)
+        metrics |= {f"Performance/{name}Seconds": seconds for name, seconds in self.seconds.items()}
         metrics["Performance/StepSeconds"] = total
         tokens = metrics["Performance/CompletionLength"] * num_completions
         metrics["Performance/TokensPerSecond"] = tokens / total

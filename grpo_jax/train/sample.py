@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -15,7 +17,7 @@ from grpo_jax.rewards import RewardResult
 from grpo_jax.rollout.sampler import HostRollout
 from grpo_jax.tasks.base import Example
 from grpo_jax.train.session import Session
-from grpo_jax.types import Array, Params, Rollout
+from grpo_jax.types import Array, Rollout
 
 
 @dataclass(frozen=True)
@@ -28,20 +30,65 @@ class Sample:
     rewards: RewardResult
     correct_PG: np.ndarray
     """bool; the task's verdict."""
+    judged_in: float
+    """Seconds that the reward functions and the verdict took."""
 
 
 def judge_rollout(session: Session, examples: list[Example], rollout: Rollout, completions: HostRollout) -> Sample:
-    """Run the reward functions and the task's verdict."""
+    """Run the reward functions and the task's verdict; in any thread."""
+    start = time.perf_counter()
     rewards = session.reward(examples, completions)
-    return Sample(examples, rollout, completions, rewards, session.judge(examples, completions))
+    correct_PG = session.judge(examples, completions)
+    return Sample(examples, rollout, completions, rewards, correct_PG, judged_in=time.perf_counter() - start)
 
 
-def replace_groups(session: Session, sample: Sample, params: Params, key: Array) -> tuple[Sample, int]:
+def join_samples(session: Session, parts: Sequence[Sample]) -> Sample:
+    """One sample of N parts, the i-th of which holds its prompts i, i + N, ..."""
+    if len(parts) == 1:
+        return parts[0]
+    with jax.set_mesh(session.mesh):
+        rollout = session.join_rollouts([part.rollout for part in parts])
+
+    def rows(arrays: list[np.ndarray]) -> np.ndarray:
+        return np.stack(arrays, axis=1).reshape(-1, *arrays[0].shape[1:])
+
+    def items(lists: list[list]) -> list:  # type: ignore[type-arg]
+        return [item for row in zip(*lists, strict=True) for item in row]
+
+    completions = [part.completions for part in parts]
+    failures = [part.rewards.failures for part in parts]
+    return Sample(
+        examples=items([part.examples for part in parts]),
+        rollout=rollout,
+        completions=HostRollout(
+            token_ids=items([c.token_ids for c in completions]),
+            texts=items([c.texts for c in completions]),
+            lengths_PG=rows([c.lengths_PG for c in completions]),
+            finished_PG=rows([c.finished_PG for c in completions]),
+        ),
+        rewards=RewardResult(
+            rewards_PGK=rows([part.rewards.rewards_PGK for part in parts]),
+            failures={name: sum(counts[name] for counts in failures) for name in failures[0]},
+        ),
+        correct_PG=rows([part.correct_PG for part in parts]),
+        judged_in=sum(part.judged_in for part in parts),
+    )
+
+
+def replace_groups(
+    session: Session, sample: Sample, draw: Callable[[Array], Sample], key: Array
+) -> tuple[Sample, int]:
     """Put groups with spread in the place of those without, from at most ``rollout.extra_rollouts`` new batches.
 
     "DAPO" (arXiv 2503.14476) samples until the batch is full; here the number of extra rollouts is bounded, and
     what is left without spread then stays. Each host replaces among its own prompts, and all go on while any
     needs to.
+
+    Args:
+        session: the run's.
+        sample: the batch.
+        draw: samples and judges a whole batch with a random key.
+        key: the batch's random key.
 
     Returns:
         The sample, and the number of extra rollouts.
@@ -53,12 +100,10 @@ def replace_groups(session: Session, sample: Sample, params: Params, key: Array)
         if sum_over_hosts(np.array([len(without)], np.int32))[0] == 0:
             break
         extra += 1
-        examples = next(session.prompts)
         # Beyond the indices of samples, and of the key that shuffles rewards.
-        rollout = session.roll_out(params, examples, jax.random.fold_in(key, 2**31 + extra))
-        other = judge_rollout(session, examples, rollout, session.policy.sampler.to_host(rollout))
+        other = draw(jax.random.fold_in(key, 2**31 + extra))
         new = np.flatnonzero(~_without_spread(session, other))
-        source_P = np.full(len(examples), -1, np.int32)
+        source_P = np.full(len(sample.examples), -1, np.int32)
         source_P[without[: len(new)]] = new[: len(without)]
         sample = _merge(session, sample, other, source_P, rows.start)
     return sample, extra
@@ -100,4 +145,5 @@ def _merge(session: Session, sample: Sample, other: Sample, source_P: np.ndarray
         ),
         rewards=dataclasses.replace(sample.rewards, rewards_PGK=rewards_PGK, failures=failures),
         correct_PG=rows(sample.correct_PG, other.correct_PG),
+        judged_in=sample.judged_in + other.judged_in,
     )

@@ -34,7 +34,7 @@ from grpo_jax.rollout.sampling import SamplingParams
 from grpo_jax.tasks import limited, make_task
 from grpo_jax.tasks.base import Completion, Example, Task, reward_columns, verdict
 from grpo_jax.tokenizer import Tokenizer
-from grpo_jax.train.batch import Metrics, make_batch, take_groups
+from grpo_jax.train.batch import Metrics, join_rollouts, make_batch, take_groups
 from grpo_jax.train.step import TrainStep
 from grpo_jax.types import Array, Params, Rollout, TrainBatch, TrainState
 
@@ -175,6 +175,7 @@ class Session:
             )
         )
         self.take_groups = jit(take_groups)
+        self.join_rollouts = jit(join_rollouts)
         self._reward = RewardRunner(policy.task.rewards)
         self._schedule = learning_rate_schedule(config.optimizer, total_updates)
         self.prompts = host_stream(
@@ -217,9 +218,17 @@ class Session:
             self.state_shardings,
         )
 
-    def roll_out(self, params: Params, examples: Sequence[Example], key: Array) -> Rollout:
-        """Sample a group of completions of each of this host's examples."""
+    def roll_out(self, params: Params, examples: Sequence[Example], key: Array, *, part: int = 0) -> Rollout:
+        """Sample a group of completions of each of this host's examples.
+
+        Args:
+            params: the policy's.
+            examples: this host's of the batch, or of one of its ``rollout.num_parts`` parts.
+            key: the batch's random key.
+            part: which part: of N the i-th holds the prompts i, i + N, ... of the batch.
+        """
         policy, rollout = self.policy, self.config.rollout
+        num_parts = rollout.num_parts
         return policy.sampler.rollout(
             params,
             [encode_prompt(policy.tokenizer, example) for example in examples],
@@ -227,22 +236,27 @@ class Session:
             group_size=rollout.group_size,
             sampling=self.sampling,
             num_slots=rollout.num_slots,
+            prompt_number_P=(
+                None if num_parts == 1 else np.arange(part, rollout.num_prompts, num_parts, dtype=np.int32)
+            ),
         )
 
     def reward(self, examples: Sequence[Example], completions: HostRollout) -> RewardResult:
-        """Run the reward functions on this host's completions; failures are counted over all hosts."""
-        result = self._reward(
+        """Run the reward functions on this host's completions; in any thread, as it talks to no other host."""
+        return self._reward(
             prompts=[prompt_text(example) for example in examples],
             completions=completions.texts,
             completion_ids=completions.token_ids,
             columns=reward_columns(examples),
         )
-        local = [completions.lengths_PG.size, *result.failures.values()]
+
+    def count_failures(self, rewards: RewardResult) -> dict[str, int]:
+        """Failures of each reward function, over all hosts; in the main thread, as all collectives are."""
+        local = [rewards.rewards_PGK[..., 0].size, *rewards.failures.values()]
         seen, *failures = sum_over_hosts(np.array(local, np.int32)).tolist()
         # Hosts that split weights alone hold the same completions.
         copies = seen // (self.config.rollout.num_prompts * self.config.rollout.group_size)
-        counts = {name: failed // copies for name, failed in zip(result.failures, failures, strict=True)}
-        return dataclasses.replace(result, failures=counts)
+        return {name: failed // copies for name, failed in zip(rewards.failures, failures, strict=True)}
 
     def judge(self, examples: Sequence[Example], completions: HostRollout) -> np.ndarray:
         """Whether each completion is right, ``[P, G]``."""
@@ -256,7 +270,7 @@ class Session:
     def score(self, rollout: Rollout, state: TrainState) -> tuple[Array | None, Array | None]:
         """Log-probabilities of the policy (where the sampler's won't do) and of the reference (if any)."""
         needs_old = self.config.train.updates_per_batch > 1 or (
-            self.config.objective.kl_in == "reward" and self.config.rollout.truncates_distribution
+            self.config.objective.kl_in == "reward" and self.config.rollout.off_policy
         )
         with jax.set_mesh(self.mesh):
             old = self._score(state.params, rollout) if needs_old else None

@@ -167,7 +167,7 @@ class TrainStep:
         """Level of the weights that correct for the sampler: ``none``, ``token`` or ``sequence``."""
         level = self.config.objective.importance
         if level == "auto":
-            return "token" if self.config.rollout.truncates_distribution else "none"
+            return "token" if self.config.rollout.off_policy else "none"
         return level
 
 

@@ -101,6 +101,17 @@ def _last_tokens(tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return np.take_along_axis(tokens, mask.sum(axis=-1, keepdims=True) - 1, axis=-1)[..., 0]
 
 
+@pytest.mark.parametrize("num_slots", [None, 4, 1])
+def test_parts_of_a_batch_have_the_draws_of_the_whole(num_slots: int | None) -> None:
+    ids, mask = pad_left(PROMPTS, 5, PAD)
+    for numbers in ([1, 4, 7], [0, 5]):
+        config = engine_config(num_slots=num_slots)
+        arguments = (jnp.asarray(head()), jnp.asarray(ids[numbers]), jnp.asarray(mask[numbers]), KEY, None, config)
+        result = run(CountingModel(V), *arguments, prompt_number_P=jnp.asarray(numbers))
+        tokens, token_mask, *_ = (x[numbers] for x in expected())
+        assert np.array_equal(result.completion_PGT, np.where(token_mask, tokens, PAD))
+
+
 def test_padding_does_not_matter() -> None:
     check(rollout(engine_config(), length=9))
 

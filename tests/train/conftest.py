@@ -29,12 +29,13 @@ calls = 0
 
 
 def length(*, completions, **columns):
-    """Rewards that differ within each group; in the call that $SIGINT_IN_CALL names it sends $SIGINTS Ctrl-C."""
+    """Rewards that differ within each group; in the call that $SIGINT_IN_CALL names it sends $SIGINTS signals."""
     global calls
     calls += 1
     if str(calls) == os.environ.get("SIGINT_IN_CALL"):
-        for _ in range(int(os.environ["SIGINTS"])):
-            os.kill(os.getpid(), signal.SIGINT)
+        # Two of one kind would be one, where another thread than the main one sends them.
+        for number in (signal.SIGINT, signal.SIGTERM)[: int(os.environ["SIGINTS"])]:
+            os.kill(os.getpid(), number)
     return [len(text) / 8 for text in completions]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import jax
@@ -49,11 +50,15 @@ def judged() -> Judged:
     return session(extra_rollouts=2)
 
 
-def first_sample(judged: Judged) -> tuple[Sample, jax.Array]:
-    key = jax.random.key(3)
+def draw(judged: Judged, key: jax.Array) -> Sample:
     examples = next(judged.prompts)
     rollout = judged.roll_out(judged.policy.params, examples, key)
-    return judge_rollout(judged, examples, rollout, judged.policy.sampler.to_host(rollout)), key
+    return judge_rollout(judged, examples, rollout, judged.policy.sampler.to_host(rollout))
+
+
+def first_sample(judged: Judged) -> tuple[Sample, jax.Array]:
+    key = jax.random.key(3)
+    return draw(judged, key), key
 
 
 def rows(sample: Sample) -> list[tuple[str, list[list[int]], list[list[int]], bool]]:
@@ -80,7 +85,7 @@ def test_groups_without_spread_give_way_to_whole_groups_with_it(judged: Judged) 
     sample, key = first_sample(judged)
     before = rows(sample)
     start = judged.prompts.position()["next_batch"]
-    got, extra = replace_groups(judged, sample, judged.policy.params, key)
+    got, extra = replace_groups(judged, sample, functools.partial(draw, judged), key)
     assert extra == 2 and judged.prompts.position()["next_batch"] == start + 2
     after = rows(got)
     assert all(with_spread for *_, with_spread in after)
@@ -98,7 +103,7 @@ def test_groups_without_spread_give_way_to_whole_groups_with_it(judged: Judged) 
 def test_extra_rollouts_are_bounded_and_what_is_left_stays(judged: Judged) -> None:
     judged.spreads = [[False] * P for _ in range(3)]
     sample, key = first_sample(judged)
-    got, extra = replace_groups(judged, sample, judged.policy.params, key)
+    got, extra = replace_groups(judged, sample, functools.partial(draw, judged), key)
     assert extra == 2 and judged.spreads == []
     assert rows(got) == rows(sample)
 
@@ -106,7 +111,7 @@ def test_extra_rollouts_are_bounded_and_what_is_left_stays(judged: Judged) -> No
 def test_no_rollout_is_drawn_where_none_is_needed(judged: Judged) -> None:
     judged.spreads = [[True] * P]
     sample, key = first_sample(judged)
-    got, extra = replace_groups(judged, sample, judged.policy.params, key)
+    got, extra = replace_groups(judged, sample, functools.partial(draw, judged), key)
     assert extra == 0 and got is sample
 
 
