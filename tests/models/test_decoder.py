@@ -199,7 +199,7 @@ def test_several_tokens_after_a_cache() -> None:
 def test_append_writes_one_column() -> None:
     model = Decoder(CONFIG)
     kv = model.init_cache({}, 2, 3, 4)
-    assert kv.k.shape == (2, 2, 3, 4, 4, 6)  # layers, rows, slots, key-value heads, columns, head width
+    assert kv.k.shape == (2, 2, 4, 3, 4, 6)  # layers, rows, key-value heads, slots, columns, head width
     new = jax.tree.map(lambda x: jnp.ones_like(x[..., :1, :]), kv)
     written = model.append(kv, new, jnp.int32(2))
     for x in written:
@@ -231,10 +231,11 @@ def test_remat_recomputes_and_changes_nothing(remat: str) -> None:
     def count(primitive: str, remat: str) -> int:
         return str(jax.make_jaxpr(grad(remat))(params)).count(primitive)
 
-    # What was not kept is computed once more: the attention weights in both, matrix products in "full" only
-    # (in "dots" those of attention alone, which have batch axes).
-    assert count(" exp ", remat) > count(" exp ", "none")
-    assert count("dot_general[", "full") > count("dot_general[", "dots") > count("dot_general[", "none")
+    # What was not kept is computed once more: activation functions in both, matrix products and attention weights
+    # in "full" only.
+    assert count(" logistic ", remat) > count(" logistic ", "none")
+    assert count(" exp ", "full") > count(" exp ", "dots") == count(" exp ", "none")
+    assert count("dot_general[", "full") > count("dot_general[", "dots") == count("dot_general[", "none")
 
 
 def values_and_grads(params: Params, *inputs: Array) -> Any:
@@ -314,7 +315,8 @@ def test_new_parameters() -> None:
         (params["embed"], 0.02),
         (layers["qkv"], 0.02),
         (layers["down"], 0.01),
-        (layers["gate_up"], 0.02),
+        (layers["gate"], 0.02),
+        (layers["up"], 0.02),
     ):
         np.testing.assert_allclose(np.std(x), std, rtol=0.04)
     np.testing.assert_array_equal(layers["attn_norm"], 1)
