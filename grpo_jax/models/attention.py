@@ -139,9 +139,7 @@ def _forward(
 def _backward(num_blocks: int, kept: Any, d_out_BGNH: Array) -> tuple[Array, KV, None, Any]:
     inputs, out_BGNH, log_total_BGN = kept
     delta_BGN = jnp.sum(out_BGNH.astype(log_total_BGN.dtype) * d_out_BGNH, axis=-1)
-    d_q, d_own, d_kv = _over_blocks(
-        _backward_block, (*inputs, log_total_BGN, delta_BGN, d_out_BGNH), num_blocks
-    )
+    d_q, d_own, d_kv = _over_blocks(_backward_block, (*inputs, log_total_BGN, delta_BGN, d_out_BGNH), num_blocks)
     return d_q, d_own, None, tuple(Context(kv, None) for kv in d_kv)  # type: ignore[arg-type]
 
 
@@ -219,9 +217,7 @@ def _forward_block(
         for s, x in zip(segments, scores, strict=True):
             weights = jnp.exp(x - _as_rows(peak_BGN, s)[..., None])
             total_BGN += weights.sum(axis=-1).reshape(q.shape[:3])
-            out = jnp.einsum(
-                "bgns,bgsh->bgnh", weights.astype(q.dtype), s.kv.v, preferred_element_type=dtype
-            )
+            out = jnp.einsum("bgns,bgsh->bgnh", weights.astype(q.dtype), s.kv.v, preferred_element_type=dtype)
             out_BGNH += out.reshape(q.shape)
         outs.append((out_BGNH / total_BGN[..., None]).astype(q.dtype))
         log_totals.append(peak_BGN + jnp.log(total_BGN))

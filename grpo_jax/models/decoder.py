@@ -9,6 +9,7 @@ Flax NNX declares the parameters and their logical axes; everything else is func
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from flax import nnx
 from grpo_jax.mesh import constrain
 from grpo_jax.models.attention import KV, Context, attend
 from grpo_jax.models.config import DecoderConfig, rope_frequencies
+from grpo_jax.models.products import project, swiglu
 from grpo_jax.types import Array, Cache, Params, Prefix
 
 
@@ -206,7 +208,7 @@ class Decoder:
             seen = tuple(Context(kv, c.mask) for kv, c in zip(context_kv, context, strict=True))
             q_PKGTQH, new_kv = _queries_keys_values(weights, x_PGTD, rotation, config)
             attended_PKGTQH = attend(q_PKGTQH, new_kv, document_PGT, seen, batch_axes=batch_axes)
-            attended_PGTD = jnp.einsum("pkgtqh,kqhd->pgtd", attended_PKGTQH, weights["out"])
+            attended_PGTD = project(jnp.einsum("pkgtqh->pgtkqh", attended_PKGTQH), weights["out"], 3)
             x_PGTD = constrain(x_PGTD + attended_PGTD, axes)
             x_PGTD = constrain(x_PGTD + _feed_forward(weights, x_PGTD, config), axes)
             return x_PGTD, new_kv
@@ -215,22 +217,30 @@ class Decoder:
         # Weights are stored in float32 and used in the compute dtype. Converted all at once, so that a loop
         # over tokens converts them before it starts and reads the narrow ones.
         weights = jax.tree.map(lambda w: w.astype(config.compute_dtype), params["layers"])
-        x_PGTD, new_kv = jax.lax.scan(
-            _remat(layer, config.remat), constrain(x_PGTD, axes), (weights, tuple(kv for kv, _ in context))
+        x_PGTD, new_kv = _scan_layers(
+            layer, constrain(x_PGTD, axes), (weights, tuple(kv for kv, _ in context)), config
         )
         return _rms_norm(x_PGTD, params["norm"], config.norm_eps), new_kv
 
 
-def _remat(layer: Any, remat: str) -> Any:
-    """``layer`` with less kept for the backward pass."""
-    if remat == "none":
-        return layer
-    policies = jax.checkpoint_policies
-    dots = policies.save_from_both_policies(
-        policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names("attended")
-    )
+def _scan_layers(layer: Any, x_PGTD: Array, inputs: Any, config: DecoderConfig) -> tuple[Array, KV]:
+    """``layer`` after layer, with less kept for the backward pass than all that it computes."""
+    if config.remat == "none":
+        return jax.lax.scan(layer, x_PGTD, inputs)
+    k = config.remat_every
+    policy = jax.checkpoint_policies.save_only_these_names("product", "attended")
+
     # A scan's body is compiled by itself: nothing outside could be merged with the recomputation.
-    return jax.checkpoint(layer, policy=dots if remat == "dots" else None, prevent_cse=False)
+    @functools.partial(jax.checkpoint, policy=policy if config.remat == "dots" else None, prevent_cse=False)
+    def some_layers(x_PGTD: Array, inputs: Any) -> tuple[Array, KV]:
+        return jax.lax.scan(layer, x_PGTD, inputs) if k > 1 else layer(x_PGTD, inputs)
+
+    if k == 1:
+        return jax.lax.scan(some_layers, x_PGTD, inputs)
+    x_PGTD, new_kv = jax.lax.scan(
+        some_layers, x_PGTD, jax.tree.map(lambda w: w.reshape(-1, k, *w.shape[1:]), inputs)
+    )
+    return x_PGTD, jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), new_kv)
 
 
 def _queries_keys_values(
@@ -239,7 +249,7 @@ def _queries_keys_values(
     """Rotated queries ``[P, K, G, T, Q, H]``, rotated keys and values ``[P, K, G, T, H]`` of the tokens."""
     Q = config.queries_per_kv
     x_PGTD = _rms_norm(x_PGTD, weights["attn_norm"], config.norm_eps)
-    qkv = jnp.einsum("pgtd,dkqh->pgtkqh", x_PGTD, weights["qkv"])
+    qkv = project(x_PGTD, weights["qkv"])
     if config.qkv_bias:
         qkv = qkv + weights["qkv_bias"][None, None, None]
     qk = _rotate(qkv[..., : Q + 1, :], rotation)
@@ -252,9 +262,8 @@ def _queries_keys_values(
 def _feed_forward(weights: Params, x_PGTD: Array, config: DecoderConfig) -> Array:
     """What the feed-forward layer adds to the residual stream."""
     x_PGTD = _rms_norm(x_PGTD, weights["mlp_norm"], config.norm_eps)
-    gate_PGTF = jnp.einsum("pgtd,df->pgtf", x_PGTD, weights["gate"])
-    up_PGTF = jnp.einsum("pgtd,df->pgtf", x_PGTD, weights["up"])
-    return jnp.einsum("pgtf,fd->pgtd", jax.nn.silu(gate_PGTF) * up_PGTF, weights["down"])
+    gated_PGTF = swiglu(project(x_PGTD, weights["gate"]), project(x_PGTD, weights["up"]))
+    return project(gated_PGTF, weights["down"])
 
 
 def _rotation(position_PGT: Array, config: DecoderConfig) -> tuple[Array, Array]:

@@ -219,6 +219,17 @@ def test_nothing_to_attend_to_is_finite() -> None:
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
+def test_remat_of_two_layers_together(remat: str) -> None:
+    params = loud_params()
+    config = dataclasses.replace(CONFIG, remat=remat, remat_every=2)
+    grads, expected = (
+        jax.jit(jax.grad(lambda p, model=Decoder(c): scalar(run(model, p, *batch()))))(params)
+        for c in (config, CONFIG)
+    )
+    assert_trees_close(grads, expected, rtol=1e-4, atol=5e-4)
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
 def test_remat_recomputes_and_changes_nothing(remat: str) -> None:
     params = loud_params()
 
@@ -358,6 +369,7 @@ def test_shape_of_a_new_model() -> None:
         ({"head_width": 5}, "head_width must be even .* got 5"),
         ({"compute_dtype": "float16"}, "compute_dtype must be one of float32, bfloat16, got 'float16'"),
         ({"remat": "some"}, "remat must be one of none, dots, full, got 'some'"),
+        ({"remat": "full", "remat_every": 3}, r"remat_every \(3\) must divide num_layers \(2\)"),
         ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
     ],
 )
