@@ -9,6 +9,7 @@ Flax NNX declares the parameters and their logical axes; everything else is func
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -133,7 +134,7 @@ class Decoder:
         prefix: Prefix,
         cache: Cache | None = None,
         place_PGT: Array | None = None,
-    ) -> tuple[Array, KV]:
+    ) -> tuple[Array, Any]:
         """Run completion tokens after their prefix (and cache).
 
         Args:
@@ -146,7 +147,7 @@ class Decoder:
 
         Returns:
             ``(hidden_PGTD, new_kv)``: the hidden states after the final norm, and the keys and values of
-            ``tokens_PGT`` for :meth:`append`, ``[L, P, K, G, T, H]``.
+            ``tokens_PGT`` for :meth:`append`, ``[L, P, K, G, T, H]`` or, unstacked, a layer apart.
         """
         document_PGT = None
         if place_PGT is None:
@@ -160,19 +161,40 @@ class Decoder:
             context = (*context, Context(cache.kv, cache.mask_RCT))
         return self._run_layers(params, tokens_PGT, position_PGT, document_PGT, context, ("prompts", "group"))
 
-    def init_cache(self, params: Params, num_rows: int, num_slots: int, capacity: int) -> KV:
-        """Zeros for the keys and values of ``capacity`` tokens in each of ``[num_rows, num_slots]``."""
-        c = self.config
-        shape = (c.num_layers, num_rows, c.num_kv_heads, num_slots, capacity, c.head_width)
-        axes = (None, "prompts", "kv_heads", "group", None, None)
-        zeros = constrain(jnp.zeros(shape, c.compute_dtype), axes)
-        return KV(k=zeros, v=zeros)
+    def unstack(self, params: Params, prefix: Prefix) -> tuple[Params, Prefix]:
+        """The same with each layer's arrays apart and in the compute dtype, for a loop over single tokens.
 
-    def append(self, cache_kv: KV, new_kv: KV, column: Array) -> KV:
+        A scan over layers has to cut each layer's weights out of the stack, at every token.
+        """
+
+        def apart(tree: Any) -> tuple[Any, ...]:
+            return tuple(jax.tree.map(lambda x: x[i], tree) for i in range(self.config.num_layers))
+
+        layers = jax.tree.map(lambda w: w.astype(self.config.compute_dtype), params["layers"])
+        return params | {"layers": apart(layers)}, dataclasses.replace(prefix, kv=apart(prefix.kv))
+
+    def init_cache(self, params: Params, num_rows: int, num_slots: int, capacity: int) -> Any:
+        """Zeros for the keys and values of ``capacity`` tokens in each of ``[num_rows, num_slots]``.
+
+        Of all layers in one array if ``params`` are stacked, ``[L, R, K, C, capacity, H]``, else a layer apart.
+        """
+        c = self.config
+        shape = (num_rows, c.num_kv_heads, num_slots, capacity, c.head_width)
+        axes = ("prompts", "kv_heads", "group", None, None)
+
+        def zeros(*layers: int) -> Array:
+            return constrain(jnp.zeros((*layers, *shape), c.compute_dtype), (*(None,) * len(layers), *axes))
+
+        if isinstance(params["layers"], tuple):
+            return tuple(KV(k=zeros(), v=zeros()) for _ in range(c.num_layers))
+        return KV(k=zeros(c.num_layers), v=zeros(c.num_layers))
+
+    def append(self, cache_kv: Any, new_kv: Any, column: Array) -> Any:
         """Write the keys and values of one token a slot at ``column`` of the ring."""
-        # One slice over all layers, so that a loop can update the cache in place.
         return jax.tree.map(
-            lambda ring, new: jax.lax.dynamic_update_slice_in_dim(ring, new, column, axis=4), cache_kv, new_kv
+            lambda ring, new: jax.lax.dynamic_update_slice_in_dim(ring, new, column, axis=ring.ndim - 2),
+            cache_kv,
+            new_kv,
         )
 
     def head(self, params: Params) -> Array:
@@ -188,7 +210,7 @@ class Decoder:
         document_PGT: Array | None,
         context: tuple[Context, ...],
         batch_axes: tuple[str | None, str | None],
-    ) -> tuple[Array, KV]:
+    ) -> tuple[Array, Any]:
         """Embedding, layers and final norm.
 
         Args:
@@ -214,12 +236,17 @@ class Decoder:
             return x_PGTD, new_kv
 
         x_PGTD = jnp.take(params["embed"], tokens_PGT, axis=0, mode="clip").astype(config.compute_dtype)
-        # Weights are stored in float32 and used in the compute dtype. Converted all at once, so that a loop
-        # over tokens converts them before it starts and reads the narrow ones.
+        x_PGTD = constrain(x_PGTD, axes)
+        context_kv = tuple(kv for kv, _ in context)
+        if isinstance(params["layers"], tuple):
+            new_kvs = []
+            for inputs in zip(params["layers"], zip(*context_kv, strict=True), strict=True):
+                x_PGTD, new_kv = layer(x_PGTD, inputs)
+                new_kvs.append(new_kv)
+            return _rms_norm(x_PGTD, params["norm"], config.norm_eps), tuple(new_kvs)
+        # Weights are stored in float32 and used in the compute dtype.
         weights = jax.tree.map(lambda w: w.astype(config.compute_dtype), params["layers"])
-        x_PGTD, new_kv = _scan_layers(
-            layer, constrain(x_PGTD, axes), (weights, tuple(kv for kv, _ in context)), config
-        )
+        x_PGTD, new_kv = _scan_layers(layer, x_PGTD, (weights, context_kv), config)
         return _rms_norm(x_PGTD, params["norm"], config.norm_eps), new_kv
 
 

@@ -174,11 +174,14 @@ def decode(
     return jnp.moveaxis(hiddens, 0, 2)
 
 
+@pytest.mark.parametrize("unstacked", [False, True])
 @pytest.mark.parametrize(("first_column", "capacity"), [(0, 5), (0, 9), (3, 5), (6, 7)])
-def test_decoding_through_the_ring_equals_one_pass(first_column: int, capacity: int) -> None:
+def test_decoding_through_the_ring_equals_one_pass(first_column: int, capacity: int, unstacked: bool) -> None:
     model, params = Decoder(CONFIG), loud_params()
     prompt_PS, mask_PS, completion_PGT = batch()
     prefix = model.prefill(params, prompt_PS, mask_PS)
+    if unstacked:
+        params, prefix = model.unstack(params, prefix)
     hidden_PGTD = run_jit(model, params, *batch())[1]
     decoded = decode(model, params, prefix, completion_PGT, first_column=first_column, capacity=capacity)
     np.testing.assert_allclose(decoded, hidden_PGTD, **ROUNDING)
@@ -198,7 +201,7 @@ def test_several_tokens_after_a_cache() -> None:
 
 def test_append_writes_one_column() -> None:
     model = Decoder(CONFIG)
-    kv = model.init_cache({}, 2, 3, 4)
+    kv = model.init_cache(loud_params(), 2, 3, 4)
     assert kv.k.shape == (2, 2, 4, 3, 4, 6)  # layers, rows, key-value heads, slots, columns, head width
     new = jax.tree.map(lambda x: jnp.ones_like(x[..., :1, :]), kv)
     written = model.append(kv, new, jnp.int32(2))
