@@ -25,22 +25,13 @@ class Prefix:
     """What a prompt leaves behind for its completions; held once a prompt, whatever the group size."""
 
     kv: Any
-    """Keys and values of the prompt: a pytree whose leaves are ``[L, P, ...]``."""
+    """Keys and values of the prompt: a pytree whose leaves are ``[L, P, ...]``, or ``[P, ...]`` when unstacked."""
     mask_PS: Array
     """bool; True on real prompt tokens."""
     length_P: Array
     """int32; real prompt tokens, hence the position of the first completion token."""
     hidden_PD: Array
     """The last prompt token's hidden state: it predicts the first completion token."""
-
-    def take(self, index_R: Array) -> Prefix:
-        """The prefixes of the prompts ``index_R``, one a row."""
-        return Prefix(
-            kv=jax.tree.map(lambda x: x[:, index_R], self.kv),
-            mask_PS=self.mask_PS[index_R],
-            length_P=self.length_P[index_R],
-            hidden_PD=self.hidden_PD[index_R],
-        )
 
 
 @struct.dataclass
@@ -53,7 +44,7 @@ class Cache:
     """
 
     kv: Any
-    """A pytree whose leaves are ``[L, R, C, ...]``; the rest of the layout is the model's own."""
+    """A pytree in the model's own layout."""
     mask_RCT: Array
     """bool; True on the columns that the slot's next token attends to."""
     length_RC: Array
@@ -76,13 +67,23 @@ class Model(Protocol):
         ...
 
     def extend(
-        self, params: Params, tokens_PGT: Array, prefix: Prefix, cache: Cache | None = None
+        self,
+        params: Params,
+        tokens_PGT: Array,
+        prefix: Prefix,
+        cache: Cache | None = None,
+        place_PGT: Array | None = None,
     ) -> tuple[Array, Any]:
         """Run completion tokens after their prefix (and cache).
 
-        Returns ``(hidden_PGTD, new_kv)``: hidden state t predicts token t+1, and ``new_kv`` are the
-        keys and values of ``tokens_PGT``, for :meth:`append`.
+        ``place_PGT`` is each token's place in its completion, where a row holds several. Returns
+        ``(hidden_PGTD, new_kv)``: hidden state t predicts token t+1, and ``new_kv`` are the keys and values of
+        ``tokens_PGT``, for :meth:`append`.
         """
+        ...
+
+    def unstack(self, params: Params, prefix: Prefix) -> tuple[Params, Prefix]:
+        """The same in the form that a loop over single tokens reads fastest; :meth:`extend` takes either."""
         ...
 
     def init_cache(self, params: Params, num_rows: int, num_slots: int, capacity: int) -> Any:

@@ -33,10 +33,13 @@ class ModelConfig:
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of activations and caches; the master weights are float32 in either case."""
     remat: Literal["none", "dots", "full"] = "none"
-    """What the backward pass recomputes: nothing, all but matrix products, or whole layers."""
+    """What the backward pass recomputes: nothing, all but matrix products and attention, or whole layers."""
+    remat_every: int = 1
+    """Layers that are recomputed together (remat "dots" and "full"); divides the model's layers. Of each such
+    block only the input is kept, and one block's activations are held at a time."""
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "width", "ffn_width", "num_heads", "num_kv_heads"):
+        for name in ("num_layers", "width", "ffn_width", "num_heads", "num_kv_heads", "remat_every"):
             value = getattr(self, name)
             require(value >= 1, f"model.{name}", value, "at least 1")
         if self.width % self.num_heads or (self.width // self.num_heads) % 2:

@@ -49,5 +49,7 @@ def load_model(model: ModelConfig, tokenizer: Tokenizer | None, *, seed: int) ->
             f"{path}: the tokenizer knows {tokenizer.vocab_size} ids, but the model has only "
             f"{config.vocab_size}: the two don't belong together"
         )
-    config = dataclasses.replace(config, compute_dtype=model.compute_dtype, remat=model.remat)
+    config = dataclasses.replace(
+        config, compute_dtype=model.compute_dtype, remat=model.remat, remat_every=model.remat_every
+    )
     return Decoder(config), params, tokenizer

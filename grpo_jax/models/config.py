@@ -52,10 +52,20 @@ class DecoderConfig:
     compute_dtype: str = "float32"
     """Precision of activations and caches: "float32" or "bfloat16"."""
     remat: str = "none"
-    """What the backward pass recomputes: "none", "dots" (all but matrix products) or "full"."""
+    """What the backward pass recomputes: "none", "dots" (all but matrix products and attention) or "full"."""
+    remat_every: int = 1
+    """Layers whose activations are recomputed together: only what enters the first of them is kept."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "num_layers", "width", "ffn_width", "num_kv_heads", "head_width"):
+        for name in (
+            "vocab_size",
+            "num_layers",
+            "width",
+            "ffn_width",
+            "num_kv_heads",
+            "head_width",
+            "remat_every",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.num_heads < 1 or self.num_heads % self.num_kv_heads:
@@ -64,6 +74,8 @@ class DecoderConfig:
             )
         if self.head_width % 2:
             raise ValueError(f"head_width must be even for rotary positions, got {self.head_width}")
+        if self.remat != "none" and self.num_layers % self.remat_every:
+            raise ValueError(f"remat_every ({self.remat_every}) must divide num_layers ({self.num_layers})")
         for name, known in (("compute_dtype", ("float32", "bfloat16")), ("remat", ("none", "dots", "full"))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
@@ -90,6 +102,7 @@ class DecoderConfig:
             tie_embeddings=model.tie_embeddings,
             compute_dtype=model.compute_dtype,
             remat=model.remat,
+            remat_every=model.remat_every,
         )
 
     @classmethod

@@ -9,20 +9,20 @@ Flax NNX declares the parameters and their logical axes; everything else is func
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from grpo_jax.mesh import constrain
+from grpo_jax.models.attention import KV, Context, attend
 from grpo_jax.models.config import DecoderConfig, rope_frequencies
+from grpo_jax.models.products import project, swiglu
 from grpo_jax.types import Array, Cache, Params, Prefix
-
-# Finite, so that a row of nothing but masked keys gives an average and not a NaN.
-_MASKED = float(jnp.finfo(jnp.float32).min) / 2
 
 
 class _Layer(nnx.Module):
@@ -30,7 +30,7 @@ class _Layer(nnx.Module):
 
     Queries, keys and values are one matrix, laid out so that each key-value head carries its own queries: one
     product a token instead of three, and splitting K over devices keeps whole heads together. Gate and up
-    are one matrix with an axis of 2 for the same reason; F is split within each.
+    are two: their outputs are so wide that reading halves of one costs more than the second product saves.
     """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
@@ -44,7 +44,8 @@ class _Layer(nnx.Module):
             self.qkv_bias = nnx.Param(jnp.zeros((K, Q + 2, H)), out_sharding=("kv_heads", None, None))
         self.out = _normal(rngs, small, (K, Q, H, D), ("kv_heads", None, None, "embed"))
         self.mlp_norm = _ones(D)
-        self.gate_up = _normal(rngs, 0.02, (D, 2, F), ("embed", None, "mlp"))
+        self.gate = _normal(rngs, 0.02, (D, F), ("embed", "mlp"))
+        self.up = _normal(rngs, 0.02, (D, F), ("embed", "mlp"))
         self.down = _normal(rngs, small, (F, D), ("mlp", "embed"))
 
 
@@ -92,13 +93,6 @@ def logical_axes(config: DecoderConfig) -> Any:
     return nnx.traversals.unflatten_mapping(axes)
 
 
-class KV(NamedTuple):
-    """Keys, rotated to their positions, and values: ``[P, K, S, H]`` or ``[P, G, K, S, H]``."""
-
-    k: Array
-    v: Array
-
-
 @dataclass(frozen=True)
 class Decoder:
     """The functions of :class:`grpo_jax.types.Model` for one configuration."""
@@ -115,53 +109,92 @@ class Decoder:
 
         Positions count real tokens only, and no token attends to padding.
         """
-        S = prompt_PS.shape[1]
         mask_PS = prompt_mask_PS.astype(jnp.bool)
         position_PS = jnp.maximum(jnp.cumsum(mask_PS, axis=1) - 1, 0)
-        mask_P1SS = jnp.tril(jnp.ones((1, 1, S, S), jnp.bool)) & mask_PS[:, None, None]
-        # The prompts pass through the layers as groups of one.
+        # The prompts pass through the layers as groups of one, their padding as a document of its own.
         hidden_P1SD, kv = self._run_layers(
-            params, prompt_PS[:, None], position_PS[:, None], mask_P1SS, [], ("prompts", None)
+            params,
+            prompt_PS[:, None],
+            position_PS[:, None],
+            mask_PS[:, None].astype(jnp.int32),
+            (),
+            ("prompts", None),
         )
         return Prefix(
-            kv=jax.tree.map(lambda x: x[:, :, 0], kv),
+            kv=jax.tree.map(lambda x: x[:, :, :, 0], kv),
             mask_PS=mask_PS,
             length_P=mask_PS.sum(axis=1, dtype=jnp.int32),
             hidden_PD=hidden_P1SD[:, 0, -1],
         )
 
     def extend(
-        self, params: Params, tokens_PGT: Array, prefix: Prefix, cache: Cache | None = None
-    ) -> tuple[Array, KV]:
+        self,
+        params: Params,
+        tokens_PGT: Array,
+        prefix: Prefix,
+        cache: Cache | None = None,
+        place_PGT: Array | None = None,
+    ) -> tuple[Array, Any]:
         """Run completion tokens after their prefix (and cache).
+
+        Args:
+            params: all parameters.
+            tokens_PGT: token ids.
+            prefix: of the prompts.
+            cache: what each slot has produced before.
+            place_PGT: int; each token's place in its completion, for rows that hold several completions one after
+                the other: another begins wherever it is 0. None: one a row.
 
         Returns:
             ``(hidden_PGTD, new_kv)``: the hidden states after the final norm, and the keys and values of
-            ``tokens_PGT`` for :meth:`append`, ``[L, P, G, K, T, H]``.
+            ``tokens_PGT`` for :meth:`append`, ``[L, P, K, G, T, H]`` or, unstacked, a layer apart.
         """
-        T = tokens_PGT.shape[2]
-        position_PGT = prefix.length_P[:, None, None] + jnp.arange(T)[None, None]
-        position_PGT = jnp.broadcast_to(position_PGT, tokens_PGT.shape)
-        context = [(prefix.kv, prefix.mask_PS[:, None, None])]
+        document_PGT = None
+        if place_PGT is None:
+            place_PGT = jnp.broadcast_to(jnp.arange(tokens_PGT.shape[2])[None, None], tokens_PGT.shape)
+        else:
+            document_PGT = jnp.cumsum(place_PGT == 0, axis=2)
+        position_PGT = prefix.length_P[:, None, None] + place_PGT
+        context: tuple[Context, ...] = (Context(prefix.kv, prefix.mask_PS),)
         if cache is not None:
             position_PGT = position_PGT + cache.length_RC[..., None]
-            context.append((cache.kv, cache.mask_RCT[:, :, None]))
-        causal_TT = jnp.tril(jnp.ones((1, 1, T, T), jnp.bool))
-        return self._run_layers(params, tokens_PGT, position_PGT, causal_TT, context, ("prompts", "group"))
+            context = (*context, Context(cache.kv, cache.mask_RCT))
+        return self._run_layers(params, tokens_PGT, position_PGT, document_PGT, context, ("prompts", "group"))
 
-    def init_cache(self, params: Params, num_rows: int, num_slots: int, capacity: int) -> KV:
-        """Zeros for the keys and values of ``capacity`` tokens in each of ``[num_rows, num_slots]``."""
+    def unstack(self, params: Params, prefix: Prefix) -> tuple[Params, Prefix]:
+        """The same with each layer's arrays apart and in the compute dtype, for a loop over single tokens.
+
+        A scan over layers has to cut each layer's weights out of the stack, at every token.
+        """
+
+        def apart(tree: Any) -> tuple[Any, ...]:
+            return tuple(jax.tree.map(lambda x: x[i], tree) for i in range(self.config.num_layers))
+
+        layers = jax.tree.map(lambda w: w.astype(self.config.compute_dtype), params["layers"])
+        return params | {"layers": apart(layers)}, dataclasses.replace(prefix, kv=apart(prefix.kv))
+
+    def init_cache(self, params: Params, num_rows: int, num_slots: int, capacity: int) -> Any:
+        """Zeros for the keys and values of ``capacity`` tokens in each of ``[num_rows, num_slots]``.
+
+        Of all layers in one array if ``params`` are stacked, ``[L, R, K, C, capacity, H]``, else a layer apart.
+        """
         c = self.config
-        shape = (c.num_layers, num_rows, num_slots, c.num_kv_heads, capacity, c.head_width)
-        axes = (None, "prompts", "group", "kv_heads", None, None)
-        zeros = constrain(jnp.zeros(shape, c.compute_dtype), axes)
-        return KV(k=zeros, v=zeros)
+        shape = (num_rows, c.num_kv_heads, num_slots, capacity, c.head_width)
+        axes = ("prompts", "kv_heads", "group", None, None)
 
-    def append(self, cache_kv: KV, new_kv: KV, column: Array) -> KV:
+        def zeros(*layers: int) -> Array:
+            return constrain(jnp.zeros((*layers, *shape), c.compute_dtype), (*(None,) * len(layers), *axes))
+
+        if isinstance(params["layers"], tuple):
+            return tuple(KV(k=zeros(), v=zeros()) for _ in range(c.num_layers))
+        return KV(k=zeros(c.num_layers), v=zeros(c.num_layers))
+
+    def append(self, cache_kv: Any, new_kv: Any, column: Array) -> Any:
         """Write the keys and values of one token a slot at ``column`` of the ring."""
-        # One slice over all layers, so that a loop can update the cache in place.
         return jax.tree.map(
-            lambda ring, new: jax.lax.dynamic_update_slice_in_dim(ring, new, column, axis=4), cache_kv, new_kv
+            lambda ring, new: jax.lax.dynamic_update_slice_in_dim(ring, new, column, axis=ring.ndim - 2),
+            cache_kv,
+            new_kv,
         )
 
     def head(self, params: Params) -> Array:
@@ -174,129 +207,90 @@ class Decoder:
         params: Params,
         tokens_PGT: Array,
         position_PGT: Array,
-        self_mask_PGTT: Array,
-        context: list[tuple[KV, Array]],
+        document_PGT: Array | None,
+        context: tuple[Context, ...],
         batch_axes: tuple[str | None, str | None],
-    ) -> tuple[Array, KV]:
+    ) -> tuple[Array, Any]:
         """Embedding, layers and final norm.
 
         Args:
             params: all parameters.
             tokens_PGT: token ids.
             position_PGT: their positions.
-            self_mask_PGTT: which of the tokens each attends to.
-            context: keys and values ``[L, ...]`` of earlier tokens, each with its mask ``[P, G, 1, S]``.
+            document_PGT: as :func:`attend` takes it.
+            context: keys and values ``[L, ...]`` of earlier tokens, with their masks.
             batch_axes: logical names of P and G.
         """
         config = self.config
         axes = (*batch_axes, None, None)
         rotation = _rotation(position_PGT, config)
-        masks = [mask for _, mask in context]
 
-        def layer(x_PGTD: Array, inputs: tuple[Params, list[KV]]) -> tuple[Array, KV]:
+        def layer(x_PGTD: Array, inputs: tuple[Params, tuple[KV, ...]]) -> tuple[Array, KV]:
             weights, context_kv = inputs
-            segments = list(zip(context_kv, masks, strict=True))
-            branch_PGTD, new_kv = _attention_block(weights, x_PGTD, rotation, self_mask_PGTT, segments, config)
-            x_PGTD = constrain(x_PGTD + branch_PGTD, axes)
-            x_PGTD = constrain(x_PGTD + _mlp_block(weights, x_PGTD, config), axes)
+            seen = tuple(Context(kv, c.mask) for kv, c in zip(context_kv, context, strict=True))
+            q_PKGTQH, new_kv = _queries_keys_values(weights, x_PGTD, rotation, config)
+            attended_PKGTQH = attend(q_PKGTQH, new_kv, document_PGT, seen, batch_axes=batch_axes)
+            attended_PGTD = project(jnp.einsum("pkgtqh->pgtkqh", attended_PKGTQH), weights["out"], 3)
+            x_PGTD = constrain(x_PGTD + attended_PGTD, axes)
+            x_PGTD = constrain(x_PGTD + _feed_forward(weights, x_PGTD, config), axes)
             return x_PGTD, new_kv
 
         x_PGTD = jnp.take(params["embed"], tokens_PGT, axis=0, mode="clip").astype(config.compute_dtype)
-        # Weights are stored in float32 and used in the compute dtype. Converted all at once, so that a loop
-        # over tokens converts them before it starts and reads the narrow ones.
+        x_PGTD = constrain(x_PGTD, axes)
+        context_kv = tuple(kv for kv, _ in context)
+        if isinstance(params["layers"], tuple):
+            new_kvs = []
+            for inputs in zip(params["layers"], zip(*context_kv, strict=True), strict=True):
+                x_PGTD, new_kv = layer(x_PGTD, inputs)
+                new_kvs.append(new_kv)
+            return _rms_norm(x_PGTD, params["norm"], config.norm_eps), tuple(new_kvs)
+        # Weights are stored in float32 and used in the compute dtype.
         weights = jax.tree.map(lambda w: w.astype(config.compute_dtype), params["layers"])
-        x_PGTD, new_kv = jax.lax.scan(
-            _remat(layer, config.remat), constrain(x_PGTD, axes), (weights, [kv for kv, _ in context])
-        )
+        x_PGTD, new_kv = _scan_layers(layer, x_PGTD, (weights, context_kv), config)
         return _rms_norm(x_PGTD, params["norm"], config.norm_eps), new_kv
 
 
-def _remat(layer: Any, remat: str) -> Any:
-    """``layer`` with less kept for the backward pass."""
-    if remat == "none":
-        return layer
-    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
+def _scan_layers(layer: Any, x_PGTD: Array, inputs: Any, config: DecoderConfig) -> tuple[Array, KV]:
+    """``layer`` after layer, with less kept for the backward pass than all that it computes."""
+    if config.remat == "none":
+        return jax.lax.scan(layer, x_PGTD, inputs)
+    k = config.remat_every
+    policy = jax.checkpoint_policies.save_only_these_names("product", "attended")
+
     # A scan's body is compiled by itself: nothing outside could be merged with the recomputation.
-    return jax.checkpoint(layer, policy=policy, prevent_cse=False)
+    @functools.partial(jax.checkpoint, policy=policy if config.remat == "dots" else None, prevent_cse=False)
+    def some_layers(x_PGTD: Array, inputs: Any) -> tuple[Array, KV]:
+        return jax.lax.scan(layer, x_PGTD, inputs) if k > 1 else layer(x_PGTD, inputs)
+
+    if k == 1:
+        return jax.lax.scan(some_layers, x_PGTD, inputs)
+    x_PGTD, new_kv = jax.lax.scan(
+        some_layers, x_PGTD, jax.tree.map(lambda w: w.reshape(-1, k, *w.shape[1:]), inputs)
+    )
+    return x_PGTD, jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), new_kv)
 
 
-def _attention_block(
-    weights: Params,
-    x_PGTD: Array,
-    rotation: tuple[Array, Array],
-    self_mask_PGTT: Array,
-    segments: list[tuple[KV, Array]],
-    config: DecoderConfig,
+def _queries_keys_values(
+    weights: Params, x_PGTD: Array, rotation: tuple[Array, Array], config: DecoderConfig
 ) -> tuple[Array, KV]:
-    """What attention adds to the residual stream, and the keys and values of the tokens."""
+    """Rotated queries ``[P, K, G, T, Q, H]``, rotated keys and values ``[P, K, G, T, H]`` of the tokens."""
     Q = config.queries_per_kv
     x_PGTD = _rms_norm(x_PGTD, weights["attn_norm"], config.norm_eps)
-    qkv = jnp.einsum("pgtd,dkqh->pgtkqh", x_PGTD, weights["qkv"])
+    qkv = project(x_PGTD, weights["qkv"])
     if config.qkv_bias:
         qkv = qkv + weights["qkv_bias"][None, None, None]
     qk = _rotate(qkv[..., : Q + 1, :], rotation)
-    new_kv = KV(
-        k=jnp.einsum("pgtkh->pgkth", qk[..., Q, :]),
-        v=jnp.einsum("pgtkh->pgkth", qkv[..., Q + 1, :]),
+    return jnp.einsum("pgtkqh->pkgtqh", qk[..., :Q, :]), KV(
+        k=jnp.einsum("pgtkh->pkgth", qk[..., Q, :]),
+        v=jnp.einsum("pgtkh->pkgth", qkv[..., Q + 1, :]),
     )
-    attended_PGTKQH = attend(qk[..., :Q, :], [*segments, (new_kv, self_mask_PGTT)])
-    return jnp.einsum("pgtkqh,kqhd->pgtd", attended_PGTKQH, weights["out"]), new_kv
 
 
-def _mlp_block(weights: Params, x_PGTD: Array, config: DecoderConfig) -> Array:
+def _feed_forward(weights: Params, x_PGTD: Array, config: DecoderConfig) -> Array:
     """What the feed-forward layer adds to the residual stream."""
     x_PGTD = _rms_norm(x_PGTD, weights["mlp_norm"], config.norm_eps)
-    gate_up = jnp.einsum("pgtd,dcf->pgtcf", x_PGTD, weights["gate_up"])
-    return jnp.einsum("pgtf,fd->pgtd", jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :], weights["down"])
-
-
-def attend(q_PGTKQH: Array, segments: list[tuple[KV, Array]]) -> Array:
-    """Softmax attention over the keys of several segments, never put together into one array.
-
-    A segment ``[P, K, S, H]`` is shared by the group: its queries are the ``G*T*Q`` rows of one matrix
-    product a prompt and head. A segment ``[P, G, K, S, H]`` is each completion's own. The segments' scores
-    are merged by their common maximum and denominator, in float32.
-
-    Args:
-        q_PGTKQH: queries, rotated.
-        segments: keys and values, each with a mask that broadcasts to ``[P, G, T, S]``.
-
-    Returns:
-        Attended values ``[P, G, T, K, Q, H]``.
-    """
-    scores = [_scores(q_PGTKQH, kv, mask) for kv, mask in segments]
-    # A constant shift cancels in the quotient: no gradient through the maximum.
-    peaks = [_own(s.max(axis=-1, initial=_MASKED), kv) for s, (kv, _) in zip(scores, segments, strict=True)]
-    peak_PGKTQ = jax.lax.stop_gradient(functools.reduce(jnp.maximum, peaks))
-    total_PGKTQ = jnp.zeros_like(peak_PGKTQ)
-    out_PGKTQH = jnp.zeros((), jnp.float32)
-    for s, (kv, _) in zip(scores, segments, strict=True):
-        weights = jnp.exp(s - _own(peak_PGKTQ, kv)[..., None])
-        total_PGKTQ = total_PGKTQ + _own(weights.sum(axis=-1), kv)
-        equation = "pkgtqs,pksh->pkgtqh" if _is_shared(kv) else "pgktqs,pgksh->pgktqh"
-        out = jnp.einsum(equation, weights.astype(kv.v.dtype), kv.v, preferred_element_type=jnp.float32)
-        out_PGKTQH = out_PGKTQH + _own(out, kv)
-    out_PGKTQH = out_PGKTQH / total_PGKTQ[..., None]
-    return jnp.einsum("pgktqh->pgtkqh", out_PGKTQH).astype(q_PGTKQH.dtype)
-
-
-def _scores(q_PGTKQH: Array, kv: KV, mask_PGTS: Array) -> Array:
-    """Scaled and masked scores in float32: ``[P, K, G, T, Q, S]`` if shared, else ``[P, G, K, T, Q, S]``."""
-    shared = _is_shared(kv)
-    equation = "pgtkqh,pksh->pkgtqs" if shared else "pgtkqh,pgksh->pgktqs"
-    scores = jnp.einsum(equation, q_PGTKQH, kv.k, preferred_element_type=jnp.float32)
-    mask = mask_PGTS[:, None, :, :, None] if shared else mask_PGTS[:, :, None, :, None]
-    return jnp.where(mask, scores * q_PGTKQH.shape[-1] ** -0.5, _MASKED)
-
-
-def _is_shared(kv: KV) -> bool:
-    """Whether the segment has no axis G."""
-    return kv.k.ndim == 4
-
-
-def _own(x: Array, kv: KV) -> Array:
-    """From a segment's order of axes to ``[P, G, K, ...]``, and back: shared segments have K before G."""
-    return jnp.swapaxes(x, 1, 2) if _is_shared(kv) else x
+    gated_PGTF = swiglu(project(x_PGTD, weights["gate"]), project(x_PGTD, weights["up"]))
+    return project(gated_PGTF, weights["down"])
 
 
 def _rotation(position_PGT: Array, config: DecoderConfig) -> tuple[Array, Array]:

@@ -111,7 +111,8 @@ def params_from_hf(config: DecoderConfig, tensors: Mapping[str, np.ndarray]) -> 
             "qkv": np.moveaxis(fused(attention, "weight", D), -1, 0),
             "out": take(f"{attention}.o_proj.weight", D, K * Q * H).T.reshape(K, Q, H, D),
             "mlp_norm": take(f"{base}.post_attention_layernorm.weight", D),
-            "gate_up": np.stack([gate.T, up.T], axis=1),
+            "gate": gate.T,
+            "up": up.T,
             "down": take(f"{mlp}.down_proj.weight", D, F).T,
         }
         if config.qkv_bias:
@@ -154,8 +155,8 @@ def params_to_hf(config: DecoderConfig, params: Params) -> dict[str, np.ndarray]
             f"{base}.input_layernorm.weight": layer["attn_norm"],
             f"{base}.self_attn.o_proj.weight": layer["out"].reshape(-1, D).T,
             f"{base}.post_attention_layernorm.weight": layer["mlp_norm"],
-            f"{base}.mlp.gate_proj.weight": layer["gate_up"][:, 0].T,
-            f"{base}.mlp.up_proj.weight": layer["gate_up"][:, 1].T,
+            f"{base}.mlp.gate_proj.weight": layer["gate"].T,
+            f"{base}.mlp.up_proj.weight": layer["up"].T,
             f"{base}.mlp.down_proj.weight": layer["down"].T,
         }
     return {name: np.ascontiguousarray(value) for name, value in tensors.items()}

@@ -25,7 +25,7 @@ from grpo_jax.mesh import GROUP_AXES, constrain, slot_layout
 from grpo_jax.rollout.refill import refill, take_rows
 from grpo_jax.rollout.sampling import draw, truncate
 from grpo_jax.rollout.state import EngineConfig, EngineState
-from grpo_jax.types import Array, Cache, Model, Params, Rollout
+from grpo_jax.types import Array, Cache, Model, Params, Prefix, Rollout
 
 
 def generate(
@@ -51,27 +51,43 @@ def generate(
         prompt_number_P: each prompt's number in the batch that these are a part of, whole on every device; None:
             these are all of it.
     """
-    if prompt_number_P is None:
-        prompt_number_P = jnp.arange(prompt_PS.shape[0])
-    state = _start(model, params, prompt_PS, prompt_mask_PS, config)
-    state = _emit(model, params, state, state.prefix.hidden_PD[:, None], prompt_number_P, key, stop_table, config)
+    prefixes = model.prefill(params, prompt_PS, prompt_mask_PS)
+    params, prefixes = model.unstack(params, prefixes)
+    uniforms_PGT2 = None
+    if config.sampling.temperature > 0:
+        if prompt_number_P is None:
+            prompt_number_P = jnp.arange(prompt_PS.shape[0])
+        uniforms_PGT2 = _uniforms(key, prompt_number_P, config)
+    state = _start(model, params, prefixes, config)
+    state = _emit(model, params, state, state.prefix.hidden_PD[:, None], uniforms_PGT2, stop_table, config)
     state = jax.lax.while_loop(
         lambda state: state.alive_RC.any(),
-        lambda state: _decode(model, params, state, prompt_number_P, key, stop_table, config),
+        lambda state: _decode(model, params, state, uniforms_PGT2, stop_table, config),
         state,
     )
     return _collect(state, prompt_PS, prompt_mask_PS, config)
 
 
-def _start(
-    model: Model, params: Params, prompt_PS: Array, prompt_mask_PS: Array, config: EngineConfig
-) -> EngineState:
-    """Prefill every prompt, and give the first ones to the rows."""
-    P, G, T = prompt_PS.shape[0], config.group_size, config.max_completion_length
+def _uniforms(key: Array, prompt_number_P: Array, config: EngineConfig) -> Array:
+    """The two numbers in [0, 1) that each possible token is drawn with: all at once, outside of the loop."""
+    G, T = config.group_size, config.max_completion_length
+    sample_PG = prompt_number_P[:, None] * G + jnp.arange(G)[None]
+
+    def one(sample: Array, position: Array) -> Array:
+        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, sample), position), (2,))
+
+    each_position = jax.vmap(one, in_axes=(None, 0))
+    each_sample = jax.vmap(jax.vmap(each_position, in_axes=(0, None)), in_axes=(0, None))
+    # Whole on every device: whatever a slot works on, its numbers are there.
+    return constrain(each_sample(sample_PG, jnp.arange(T)), (None, None, None, None))
+
+
+def _start(model: Model, params: Params, prefixes: Prefix, config: EngineConfig) -> EngineState:
+    """Give the first prompts to the rows."""
+    P, G, T = prefixes.length_P.shape[0], config.group_size, config.max_completion_length
     Q = config.num_shards
     R, C = slot_layout(P, G, config.num_slots, Q)
     assert R % Q == P % Q == 0, (P, R, config)
-    prefixes = model.prefill(params, prompt_PS, prompt_mask_PS)
     row_prompt_R = (jnp.arange(Q)[:, None] * (P // Q) + jnp.arange(R // Q)[None]).reshape(R)
     refills = R * C < P * G
 
@@ -84,7 +100,7 @@ def _start(
     # Without refill nothing is ever taken out of the slots, and the out arrays are empty.
     out_P, out_G = (P, G) if refills else (0, 0)
     return EngineState(
-        prefixes=prefixes if refills else prefixes.take(jnp.arange(0)),
+        prefixes=prefixes if refills else jax.tree.map(lambda x: x[:0], prefixes),
         prefix=take_rows(prefixes, row_prompt_R, Q) if refills else prefixes,
         cache_kv=model.init_cache(params, R, C, T),
         step=jnp.int32(0),
@@ -110,8 +126,7 @@ def _decode(
     model: Model,
     params: Params,
     state: EngineState,
-    prompt_number_P: Array,
-    key: Array,
+    uniforms_PGT2: Array | None,
     stop_table: Array | None,
     config: EngineConfig,
 ) -> EngineState:
@@ -127,7 +142,7 @@ def _decode(
     hidden_RCD = jnp.where(
         (state.length_RC == 0)[..., None], state.prefix.hidden_PD[:, None], hidden_RC1D[:, :, 0]
     )
-    return _emit(model, params, state, hidden_RCD, prompt_number_P, key, stop_table, config)
+    return _emit(model, params, state, hidden_RCD, uniforms_PGT2, stop_table, config)
 
 
 def _emit(
@@ -135,8 +150,7 @@ def _emit(
     params: Params,
     state: EngineState,
     hidden_RCD: Array,
-    prompt_number_P: Array,
-    key: Array,
+    uniforms_PGT2: Array | None,
     stop_table: Array | None,
     config: EngineConfig,
 ) -> EngineState:
@@ -144,8 +158,12 @@ def _emit(
     R, C = state.length_RC.shape
     T = config.max_completion_length
     hidden_RCD = jnp.broadcast_to(hidden_RCD, (R, C, hidden_RCD.shape[-1]))
-    sample_RC = prompt_number_P[state.row_prompt_R][:, None] * config.group_size + state.sample_RC
-    token_RC, logp_RC = _sample(model, params, hidden_RCD, sample_RC, state.length_RC, key, config)
+    uniforms_RC2 = None
+    if uniforms_PGT2 is not None:
+        uniforms_RC2 = uniforms_PGT2[
+            state.row_prompt_R[:, None], state.sample_RC, jnp.minimum(state.length_RC, T - 1)
+        ]
+    token_RC, logp_RC = _sample(model, params, hidden_RCD, uniforms_RC2, config)
 
     length_RC = state.length_RC + state.alive_RC
     ended_RC = jnp.isin(token_RC, jnp.asarray(config.eos_ids))
@@ -183,29 +201,26 @@ def _sample(
     model: Model,
     params: Params,
     hidden_RCD: Array,
-    sample_RC: Array,
-    position_RC: Array,
-    key: Array,
+    uniforms_RC2: Array | None,
     config: EngineConfig,
 ) -> tuple[Array, Array]:
     """The next token of each slot, and its log-probability under the distribution it was drawn from."""
     R, C, D = hidden_RCD.shape
-    greedy = config.sampling.temperature == 0
+    greedy = uniforms_RC2 is None
     logits_NV = scaled_logits(
         hidden_RCD.reshape(R * C, D),
         model.head(params),
         temperature=1.0 if greedy else config.sampling.temperature,
         vocab_size=config.vocab_size,
     )
-    if greedy:
+    if uniforms_RC2 is None:
         token_N = jnp.argmax(logits_NV, axis=-1).astype(jnp.int32)
         logp_N = jnp.max(logits_NV, axis=-1) - jax.nn.logsumexp(logits_NV, axis=-1)
     else:
         logits_NV = truncate(
             logits_NV, top_k=config.sampling.top_k, top_p=config.sampling.top_p, min_p=config.sampling.min_p
         )
-        fold = jax.vmap(lambda sample, position: jax.random.fold_in(jax.random.fold_in(key, sample), position))
-        token_N, logp_N = draw(fold(sample_RC.reshape(-1), position_RC.reshape(-1)), logits_NV)
+        token_N, logp_N = draw(uniforms_RC2.reshape(R * C, 2), logits_NV)
     return token_N.reshape(R, C), logp_N.reshape(R, C)
 
 

@@ -80,20 +80,13 @@ def _unroll(ring_RCT: Array, state: EngineState, config: EngineConfig) -> Array:
 
 
 def take_rows(prefixes: Prefix, row_prompt_R: Array, num_shards: int) -> Prefix:
-    """The rows' prefixes; each row's prompt lies in its own shard, so nothing crosses shards."""
+    """The rows' (unstacked) prefixes; each row's prompt lies in its own shard, so nothing crosses shards."""
     Q, P = num_shards, prefixes.length_P.shape[0]
     local_QX = row_prompt_R.reshape(Q, -1) - jnp.arange(Q)[:, None] * (P // Q)
 
-    def take(x: Array, axis: int) -> Array:
-        """Index ``axis`` (prompts) within each shard."""
-        before, after = x.shape[:axis], x.shape[axis + 1 :]
-        shards = x.reshape(*before, Q, P // Q, *after)
-        rows = jax.vmap(lambda part, index: jnp.take(part, index, axis=axis), (axis, 0), axis)(shards, local_QX)
-        return rows.reshape(*before, -1, *after)
+    def take(x: Array) -> Array:
+        """Index the prompts within each shard."""
+        shards = x.reshape(Q, P // Q, *x.shape[1:])
+        return jax.vmap(lambda part, index: part[index])(shards, local_QX).reshape(-1, *x.shape[1:])
 
-    return Prefix(
-        kv=jax.tree.map(lambda x: take(x, 1), prefixes.kv),
-        mask_PS=take(prefixes.mask_PS, 0),
-        length_P=take(prefixes.length_P, 0),
-        hidden_PD=take(prefixes.hidden_PD, 0),
-    )
+    return jax.tree.map(take, prefixes)

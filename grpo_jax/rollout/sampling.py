@@ -1,7 +1,7 @@
 """Drawing a token: truncation of the distribution, and inversion of its cumulative sum.
 
-Shapes: N independent draws, V vocabulary. Nothing is sorted. A draw takes two uniform numbers of its own key,
-so it depends on no other draw, whatever is sampled beside it.
+Shapes: N independent draws, V vocabulary. Nothing is sorted. A draw takes two uniform numbers of its own, so it
+depends on no other draw, whatever is sampled beside it.
 """
 
 from __future__ import annotations
@@ -78,14 +78,13 @@ def _keep_top(logits_NV: Array, weights_NV: Array, target: Array) -> Array:
     return jnp.where(ordered_NV >= threshold_N1, logits_NV, -jnp.inf)
 
 
-def draw(keys_N: Array, logits_NV: Array) -> tuple[Array, Array]:
-    """Draw a token from each softmax; returns ``(tokens_N, logps_N)``.
+def draw(uniforms_N2: Array, logits_NV: Array) -> tuple[Array, Array]:
+    """Draw a token from each softmax with two numbers in [0, 1); returns ``(tokens_N, logps_N)``.
 
     Inversion in two stages: a block of the vocabulary by its total probability, then a token within it. Against
     Gumbel noise it needs 2 random numbers a draw instead of V.
     """
     vocab_size = logits_NV.shape[-1]
-    uniforms_N2 = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys_N)
     best_N1 = logits_NV.max(axis=-1, keepdims=True)
     weights_NV = jnp.exp(logits_NV - best_N1)
     padding = -vocab_size % _BLOCK

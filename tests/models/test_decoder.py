@@ -174,11 +174,14 @@ def decode(
     return jnp.moveaxis(hiddens, 0, 2)
 
 
+@pytest.mark.parametrize("unstacked", [False, True])
 @pytest.mark.parametrize(("first_column", "capacity"), [(0, 5), (0, 9), (3, 5), (6, 7)])
-def test_decoding_through_the_ring_equals_one_pass(first_column: int, capacity: int) -> None:
+def test_decoding_through_the_ring_equals_one_pass(first_column: int, capacity: int, unstacked: bool) -> None:
     model, params = Decoder(CONFIG), loud_params()
     prompt_PS, mask_PS, completion_PGT = batch()
     prefix = model.prefill(params, prompt_PS, mask_PS)
+    if unstacked:
+        params, prefix = model.unstack(params, prefix)
     hidden_PGTD = run_jit(model, params, *batch())[1]
     decoded = decode(model, params, prefix, completion_PGT, first_column=first_column, capacity=capacity)
     np.testing.assert_allclose(decoded, hidden_PGTD, **ROUNDING)
@@ -198,8 +201,8 @@ def test_several_tokens_after_a_cache() -> None:
 
 def test_append_writes_one_column() -> None:
     model = Decoder(CONFIG)
-    kv = model.init_cache({}, 2, 3, 4)
-    assert kv.k.shape == (2, 2, 3, 4, 4, 6)  # layers, rows, slots, key-value heads, columns, head width
+    kv = model.init_cache(loud_params(), 2, 3, 4)
+    assert kv.k.shape == (2, 2, 4, 3, 4, 6)  # layers, rows, key-value heads, slots, columns, head width
     new = jax.tree.map(lambda x: jnp.ones_like(x[..., :1, :]), kv)
     written = model.append(kv, new, jnp.int32(2))
     for x in written:
@@ -219,6 +222,17 @@ def test_nothing_to_attend_to_is_finite() -> None:
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
+def test_remat_of_two_layers_together(remat: str) -> None:
+    params = loud_params()
+    config = dataclasses.replace(CONFIG, remat=remat, remat_every=2)
+    grads, expected = (
+        jax.jit(jax.grad(lambda p, model=Decoder(c): scalar(run(model, p, *batch()))))(params)
+        for c in (config, CONFIG)
+    )
+    assert_trees_close(grads, expected, rtol=1e-4, atol=5e-4)
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
 def test_remat_recomputes_and_changes_nothing(remat: str) -> None:
     params = loud_params()
 
@@ -231,10 +245,11 @@ def test_remat_recomputes_and_changes_nothing(remat: str) -> None:
     def count(primitive: str, remat: str) -> int:
         return str(jax.make_jaxpr(grad(remat))(params)).count(primitive)
 
-    # What was not kept is computed once more: the attention weights in both, matrix products in "full" only
-    # (in "dots" those of attention alone, which have batch axes).
-    assert count(" exp ", remat) > count(" exp ", "none")
-    assert count("dot_general[", "full") > count("dot_general[", "dots") > count("dot_general[", "none")
+    # What was not kept is computed once more: activation functions in both, matrix products and attention weights
+    # in "full" only.
+    assert count(" logistic ", remat) > count(" logistic ", "none")
+    assert count(" exp ", "full") > count(" exp ", "dots") == count(" exp ", "none")
+    assert count("dot_general[", "full") > count("dot_general[", "dots") == count("dot_general[", "none")
 
 
 def values_and_grads(params: Params, *inputs: Array) -> Any:
@@ -314,7 +329,8 @@ def test_new_parameters() -> None:
         (params["embed"], 0.02),
         (layers["qkv"], 0.02),
         (layers["down"], 0.01),
-        (layers["gate_up"], 0.02),
+        (layers["gate"], 0.02),
+        (layers["up"], 0.02),
     ):
         np.testing.assert_allclose(np.std(x), std, rtol=0.04)
     np.testing.assert_array_equal(layers["attn_norm"], 1)
@@ -356,6 +372,7 @@ def test_shape_of_a_new_model() -> None:
         ({"head_width": 5}, "head_width must be even .* got 5"),
         ({"compute_dtype": "float16"}, "compute_dtype must be one of float32, bfloat16, got 'float16'"),
         ({"remat": "some"}, "remat must be one of none, dots, full, got 'some'"),
+        ({"remat": "full", "remat_every": 3}, r"remat_every \(3\) must divide num_layers \(2\)"),
         ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
     ],
 )

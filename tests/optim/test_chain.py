@@ -215,7 +215,7 @@ def test_of_a_decoder_the_weight_matrices_decay() -> None:
     updates, _ = jax.jit(optimizer.update)(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
     decayed = {path for path, update in flat(updates).items() if (update == -0.5).all()}
     kept = {path for path, update in flat(updates).items() if (update == 0).all()}
-    assert decayed == {"head", "layers/qkv", "layers/out", "layers/gate_up", "layers/down"}
+    assert decayed == {"head", "layers/qkv", "layers/out", "layers/gate", "layers/up", "layers/down"}
     assert kept == {"embed", "norm", "layers/attn_norm", "layers/mlp_norm", "layers/qkv_bias"}
 
 

@@ -27,29 +27,37 @@ class CountingModel:
         count_PV = onehot_PSV.sum(axis=1)
         length_P = prompt_mask_PS.sum(axis=1).astype(jnp.int32)
         hidden_PD = self._hidden(onehot_PSV[:, -1], count_PV, length_P - 1)
-        return Prefix(kv=count_PV[None], mask_PS=prompt_mask_PS, length_P=length_P, hidden_PD=hidden_PD)
+        return Prefix(kv=count_PV, mask_PS=prompt_mask_PS, length_P=length_P, hidden_PD=hidden_PD)
+
+    def unstack(self, params: Params, prefix: Prefix) -> tuple[Params, Prefix]:
+        return params, prefix
 
     def extend(
-        self, params: Params, tokens_PGT: Array, prefix: Prefix, cache: Cache | None = None
+        self,
+        params: Params,
+        tokens_PGT: Array,
+        prefix: Prefix,
+        cache: Cache | None = None,
+        place_PGT: Array | None = None,
     ) -> tuple[Array, Any]:
         onehot_PGTV = jax.nn.one_hot(tokens_PGT, self.vocab_size)
-        count_PGTV = jnp.cumsum(onehot_PGTV, axis=2) + prefix.kv[0][:, None, None]
+        count_PGTV = jnp.cumsum(onehot_PGTV, axis=2) + prefix.kv[:, None, None]
         start_PG = jnp.broadcast_to(prefix.length_P[:, None], tokens_PGT.shape[:2])
         if cache is not None:
-            held_PGTV = cache.kv[0] * cache.mask_RCT[..., None]
+            held_PGTV = cache.kv * cache.mask_RCT[..., None]
             count_PGTV = count_PGTV + held_PGTV.sum(axis=2, keepdims=True)
             start_PG = start_PG + cache.length_RC
         position_PGT = start_PG[..., None] + jnp.arange(tokens_PGT.shape[2])[None, None]
-        return self._hidden(onehot_PGTV, count_PGTV, position_PGT), onehot_PGTV[None]
+        return self._hidden(onehot_PGTV, count_PGTV, position_PGT), onehot_PGTV
 
     def _hidden(self, onehot: Array, count: Array, position: Array) -> Array:
         return jnp.concatenate([onehot + 0.1 * count, 0.01 * position[..., None]], axis=-1)
 
     def init_cache(self, params: Params, num_rows: int, num_slots: int, capacity: int) -> Any:
-        return jnp.zeros((1, num_rows, num_slots, capacity, self.vocab_size))
+        return jnp.zeros((num_rows, num_slots, capacity, self.vocab_size))
 
     def append(self, cache_kv: Any, new_kv: Any, column: Array) -> Any:
-        return jax.lax.dynamic_update_slice_in_dim(cache_kv, new_kv, column, axis=3)
+        return jax.lax.dynamic_update_slice_in_dim(cache_kv, new_kv, column, axis=2)
 
     def head(self, params: Params) -> Array:
         return params

@@ -58,7 +58,8 @@ def expected(stop: tuple[str, ...] = ()) -> tuple[np.ndarray, np.ndarray, np.nda
                 logits = numpy_logits(head(), prompt, completion)
                 logits[V - 1 :] = -np.inf
                 key = jax.random.fold_in(jax.random.fold_in(KEY, p * 4 + g), t)
-                token = int(draw(key[None], jnp.asarray(logits, jnp.float32)[None])[0][0])
+                uniforms = jax.random.uniform(key, (1, 2))
+                token = int(draw(uniforms, jnp.asarray(logits, jnp.float32)[None])[0][0])
                 logps[p, g, t] = logits[token] - np.log(np.exp(logits).sum())
                 tokens[p, g, t], mask[p, g, t] = token, True
                 completion.append(token)
