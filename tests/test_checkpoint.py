@@ -354,7 +354,13 @@ def test_killed_while_saving_or_deleting(tmp_path, opened):
         return [path.name for path in folder.glob("*") if not path.name.isdigit()]
 
     def writing(pattern: str) -> Callable[[], bool]:
-        return lambda: any(folder.glob(pattern)) and any(path.name.isdigit() for path in folder.glob("*"))
+        def seen() -> bool:
+            try:
+                return any(folder.glob(pattern)) and any(path.name.isdigit() for path in folder.glob("*"))
+            except FileNotFoundError:  # renamed while the search walked into it
+                return False
+
+        return seen
 
     newest = 0
     with _process_that_saves(folder) as kill_when:

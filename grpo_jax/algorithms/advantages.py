@@ -30,8 +30,8 @@ def group_advantages(
     - ``batch``: ``(r - mean of the batch) / (std of the batch + eps)``. "REINFORCE++" (2501.03262).
     - ``batch_baseline``: ``r - mean``, over the standard deviation of that in the batch: its form with baseline.
     - ``leave_one_out``: ``r - mean of the others``. "Back to Basics", RLOO (2402.14740).
-    - ``maxrl``: ``(r - mean) / mean``, 0 where the mean is not above 0. "MaxRL" (2602.02710). With rewards 0 and 1
-      it follows the expansion of log p up to order G - 1.
+    - ``maxrl``: ``(r - mean) / mean``, 0 where the mean is not above 0 (and its rounding). "MaxRL" (2602.02710).
+      With rewards 0 and 1 it follows the expansion of log p up to order G - 1.
     - ``opo``: ``r - Σ n r / Σ n``, the group's mean weighted by length. "On-Policy RL with Optimal Reward
       Baseline" (2505.23585).
 
@@ -212,7 +212,10 @@ def _leave_one_out(group: _Group, eps: float, ddof: int) -> Array:
 
 def _maxrl(group: _Group, eps: float, ddof: int) -> Array:
     mean_P1 = group.anchor_P1 + _mean(group)
-    return jnp.where(mean_P1 > 0, _center(group, eps, ddof) / jnp.where(mean_P1 > 0, mean_P1, 1.0), 0.0)
+    # Weighted sums that cancel leave a mean of some roundings, which is no success to divide by.
+    size_P1 = jnp.abs(group.anchor_P1) + jnp.abs(group.shifted_PG).max(axis=-1, keepdims=True)
+    solved_P1 = mean_P1 > 8 * jnp.finfo(mean_P1.dtype).eps * size_P1
+    return jnp.where(solved_P1, _center(group, eps, ddof) / jnp.where(solved_P1, mean_P1, 1.0), 0.0)
 
 
 def _opo(group: _Group, eps: float, ddof: int) -> Array:

@@ -1,7 +1,7 @@
 """Softmax attention of a group to its shared prompt, to its caches and to itself.
 
-Shapes: P prompts, G completions of a prompt, T tokens, S keys of a segment, K key-value heads, Q query heads of one
-key-value head, H head width. Inside of a block: B pairs of a prompt and a key-value head, N = T * Q rows.
+Shapes: P prompts, G completions of a prompt, T tokens, S keys of a segment, K key-value heads, Q query heads of
+one key-value head, H head width. Inside of a block: B pairs of a prompt and a key-value head, N = T * Q rows.
 
 Heads stand before completions: the ``G * T * Q`` queries of one prompt and key-value head are the rows of one
 matrix product with the prompt's keys. Scores are held for a few pairs at a time, and computed again in the
@@ -69,10 +69,10 @@ def attend(
         return _attend(q_PKGTQH, own, document_PGT, context)
     prompts, group = batch_axes
 
-    def spec(x: Array, *names: str | None) -> PartitionSpec:
+    def spec(x: Array, *names: str | None) -> Any:
         return partition_spec((*names, *(None,) * (x.ndim - len(names))))
 
-    def kv_spec(x: Array) -> PartitionSpec:
+    def kv_spec(x: Array) -> Any:
         return spec(x, prompts, "kv_heads", *((group,) if x.ndim == 5 else ()))
 
     specs = (
@@ -156,7 +156,7 @@ def _over_blocks(function: Any, inputs: Any, num_blocks: int) -> Any:
 
 
 class _Segment(NamedTuple):
-    """Keys and values ``[B, g, S, H]`` and their mask ``[B, g, n, S]``; g is G, or 1 where the group shares them."""
+    """Keys and values ``[B, g, S, H]``, mask ``[B, g, n, S]``; g is G, or 1 where the group shares them."""
 
     kv: KV
     mask: Array

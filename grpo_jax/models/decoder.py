@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,7 +169,7 @@ class Decoder:
         """
 
         def apart(tree: Any) -> tuple[Any, ...]:
-            return tuple(jax.tree.map(lambda x: x[i], tree) for i in range(self.config.num_layers))
+            return tuple(jax.tree.map(operator.itemgetter(i), tree) for i in range(self.config.num_layers))
 
         layers = jax.tree.map(lambda w: w.astype(self.config.compute_dtype), params["layers"])
         return params | {"layers": apart(layers)}, dataclasses.replace(prefix, kv=apart(prefix.kv))
@@ -237,11 +238,11 @@ class Decoder:
 
         x_PGTD = jnp.take(params["embed"], tokens_PGT, axis=0, mode="clip").astype(config.compute_dtype)
         x_PGTD = constrain(x_PGTD, axes)
-        context_kv = tuple(kv for kv, _ in context)
+        context_kv: Any = tuple(kv for kv, _ in context)
         if isinstance(params["layers"], tuple):
             new_kvs = []
-            for inputs in zip(params["layers"], zip(*context_kv, strict=True), strict=True):
-                x_PGTD, new_kv = layer(x_PGTD, inputs)
+            for i, weights in enumerate(params["layers"]):
+                x_PGTD, new_kv = layer(x_PGTD, (weights, tuple(kv[i] for kv in context_kv)))
                 new_kvs.append(new_kv)
             return _rms_norm(x_PGTD, params["norm"], config.norm_eps), tuple(new_kvs)
         # Weights are stored in float32 and used in the compute dtype.

@@ -180,9 +180,9 @@ def test_decoding_through_the_ring_equals_one_pass(first_column: int, capacity: 
     model, params = Decoder(CONFIG), loud_params()
     prompt_PS, mask_PS, completion_PGT = batch()
     prefix = model.prefill(params, prompt_PS, mask_PS)
+    hidden_PGTD = run_jit(model, params, *batch())[1]
     if unstacked:
         params, prefix = model.unstack(params, prefix)
-    hidden_PGTD = run_jit(model, params, *batch())[1]
     decoded = decode(model, params, prefix, completion_PGT, first_column=first_column, capacity=capacity)
     np.testing.assert_allclose(decoded, hidden_PGTD, **ROUNDING)
 
@@ -225,10 +225,11 @@ def test_nothing_to_attend_to_is_finite() -> None:
 def test_remat_of_two_layers_together(remat: str) -> None:
     params = loud_params()
     config = dataclasses.replace(CONFIG, remat=remat, remat_every=2)
-    grads, expected = (
-        jax.jit(jax.grad(lambda p, model=Decoder(c): scalar(run(model, p, *batch()))))(params)
-        for c in (config, CONFIG)
-    )
+
+    def gradient(config: DecoderConfig) -> Params:
+        return jax.jit(jax.grad(lambda p: scalar(run(Decoder(config), p, *batch()))))(params)
+
+    grads, expected = gradient(config), gradient(CONFIG)
     assert_trees_close(grads, expected, rtol=1e-4, atol=5e-4)
 
 

@@ -101,7 +101,8 @@ def _maxrl(rewards: Rows, *, eps: float, ddof: int, lengths: Rows | None) -> Row
     for p, here in _present(rewards):
         mean = _mean(rewards[p, g] for g in here)
         for g in here:
-            out[p, g] = out[p, g] / mean if mean > 0 else 0.0
+            # Rewards of order 1: a mean below this is what rounding left of 0.
+            out[p, g] = out[p, g] / mean if mean > 1e-14 else 0.0
     return out
 
 
