@@ -169,6 +169,11 @@ def constrain(x: jax.Array, axes: Axes) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, partition_spec(axes))
 
 
+def group_shards() -> int:
+    """Parts into which the current mesh splits each group; 1 without a mesh."""
+    return dict(jax.sharding.get_abstract_mesh().shape).get("group", 1)
+
+
 def shardings(axes_tree: Any, mesh: Mesh) -> Any:
     """A tree of logical axes (tuples) turned into shardings."""
     return jax.tree.map(

@@ -13,6 +13,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 from grpo_jax.config.checks import require, require_divides
+from grpo_jax.config.combinations import COVARIANCE_SURROGATES
 from grpo_jax.config.learning import OptimizerConfig, ReferenceConfig, WarmStartConfig
 from grpo_jax.config.objective import ObjectiveConfig
 from grpo_jax.config.policy import ModelConfig, RolloutConfig, TaskConfig
@@ -78,9 +79,26 @@ class Config:
             "rollout.group_size",
             group_size,
         )
+        self._check_skipping()
         for message in self._without_effect():
             # At the caller of the dataclass's generated __init__.
             warnings.warn(message, stacklevel=3)
+
+    def _check_skipping(self) -> None:
+        """An advantage of 0 must mean a gradient of 0."""
+        objective = self.objective
+        reasons = {
+            f"objective.beta={objective.beta}": objective.loss_beta > 0,
+            f"objective.entropy_coef={objective.entropy_coef}": objective.entropy_coef != 0,
+            f"objective.top_entropy={objective.top_entropy}": objective.top_entropy < 1,
+            f"objective.surrogate={objective.surrogate!r}": objective.surrogate in COVARIANCE_SURROGATES,
+        }
+        for setting, uses in reasons.items():
+            if self.train.skip_zero_advantages and uses:
+                raise ValueError(
+                    f"train.skip_zero_advantages=True does not go with {setting}, which needs completions of "
+                    "advantage 0 too: set one of them otherwise"
+                )
 
     def _without_effect(self) -> list[str]:
         """A sentence for each setting that was changed and does nothing, seen over several sections."""

@@ -21,6 +21,11 @@ class TrainConfig:
     """Parts into which each group is split too (each recomputes the prompt)."""
     logps_chunk: int = 2048
     """Tokens whose logits are held at a time."""
+    packing: bool = True
+    """Completions of 128 tokens and more are laid one after the other in all, half or a quarter of a group's rows,
+    whichever holds those of each prompt; not where groups are split (group_micro_batches, mesh.group)."""
+    skip_zero_advantages: bool = False
+    """With packing: completions of advantage 0 pass through no model, and count in no metric of the policy."""
     shuffle_rewards: bool = False
     """A control: rewards are shuffled within the batch, so that there is nothing to learn."""
 

@@ -19,7 +19,7 @@ from grpo_jax.optim.chain import make_optimizer, opt_state_shardings
 from grpo_jax.rollout.sampler import encode_prompt, pad_left
 from grpo_jax.tasks.base import Example
 from grpo_jax.tokenizer import Tokenizer
-from grpo_jax.train.step import completion_logps
+from grpo_jax.train.logps import completion_logps
 from grpo_jax.types import Array, Model, Params
 
 

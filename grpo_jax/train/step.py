@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,17 +18,19 @@ import optax
 
 from grpo_jax.algorithms.aggregates import loss_denominator, masked_mean
 from grpo_jax.algorithms.importance import importance_weights
-from grpo_jax.algorithms.logprobs import token_logps
 from grpo_jax.algorithms.objectives import SurrogateOptions, grpo_loss
 from grpo_jax.algorithms.selection import covariance_tokens, top_entropy_tokens
 from grpo_jax.config import Config, ObjectiveConfig, ReferenceConfig
 from grpo_jax.config.combinations import COVARIANCE_SURROGATES
-from grpo_jax.mesh import GROUP_AXES, constrain
+from grpo_jax.mesh import group_shards
 from grpo_jax.optim.chain import nonfinite_counts
+from grpo_jax.train.logps import completion_logps
 from grpo_jax.train.micro_batches import accumulate_gradients, join_groups, split_batch
+from grpo_jax.train.packing import pack, row_counts, rows_needed
 from grpo_jax.types import Array, Model, Params, Rollout, TrainBatch, TrainState
 
 Metrics = dict[str, Array]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,9 @@ class TrainStep:
             max_completion_length=self.config.rollout.max_completion_length,
         )
 
-        loss_fn = functools.partial(self.loss_fn, denominator=denominator)
+        if train.skip_zero_advantages:
+            trained_PG1 = (batch.advantages_PG != 0)[..., None]
+            batch = dataclasses.replace(batch, loss_mask_PGT=batch.loss_mask_PGT & trained_PG1)
         step_key = jax.random.fold_in(jax.random.key(self.config.seed), state.step)
 
         def update(carry: tuple[Params, Any], index: Array) -> tuple[tuple[Params, Any], Metrics]:
@@ -58,8 +63,15 @@ class TrainStep:
             whole = batch
             if objective.selects_tokens:
                 whole = self.select_tokens(params, batch, jax.random.fold_in(step_key, index))
-            grads, metrics = accumulate_gradients(
-                loss_fn, params, whole, train.prompt_micro_batches, train.group_micro_batches
+            grads, metrics = self.in_fewest_rows(
+                lambda num_rows: accumulate_gradients(
+                    functools.partial(self.loss_fn, denominator=denominator, num_rows=num_rows),
+                    params,
+                    whole,
+                    train.prompt_micro_batches,
+                    train.group_micro_batches,
+                ),
+                batch.loss_mask_PGT,
             )
             updates, opt_state = self.optimizer.update(grads, opt_state, params)
             metrics["grad_norm"] = optax.tree.norm(grads)
@@ -77,10 +89,12 @@ class TrainStep:
             ref_params = move_reference(state.ref_params, params, step, self.config.reference)
         return TrainState(params=params, ref_params=ref_params, opt_state=opt_state, step=step), metrics
 
-    def loss_fn(self, params: Params, part: TrainBatch, *, denominator: Array) -> tuple[Array, Metrics]:
+    def loss_fn(
+        self, params: Params, part: TrainBatch, *, denominator: Array, num_rows: int | None = None
+    ) -> tuple[Array, Metrics]:
         """The objective on a part of a batch, whose parts' losses and gradients sum to the whole's."""
         objective = self.config.objective
-        logps_PGT, entropy_PGT = self.logps(params, part)
+        logps_PGT, entropy_PGT = self.logps(params, part, num_rows)
         mask_PGT, sampler_PGT = part.loss_mask_PGT, part.sampler_logps_PGT
         weights_PGT: Array | None = None
         weight_metrics: Metrics = {}
@@ -141,8 +155,10 @@ class TrainStep:
             batch = dataclasses.replace(batch, selected_PGT=selected_PGT)
         return batch
 
-    def logps(self, params: Params, part: Rollout | TrainBatch) -> tuple[Array, Array]:
-        """Log-probabilities and entropies ``[P, G, T]`` of a part's completions."""
+    def logps(
+        self, params: Params, part: Rollout | TrainBatch, num_rows: int | None = None
+    ) -> tuple[Array, Array]:
+        """Log-probabilities and entropies ``[P, G, T]`` of a part's completions, in ``num_rows`` rows if given."""
         return completion_logps(
             self.model,
             params,
@@ -152,15 +168,33 @@ class TrainStep:
             temperature=self.config.rollout.temperature,
             vocab_size=self.vocab_size,
             chunk_size=self.config.train.logps_chunk,
+            packing=None if num_rows is None else pack(_mask(part), num_rows),
         )
 
     def score(self, params: Params, batch: Rollout | TrainBatch) -> tuple[Array, Array]:
         """Log-probabilities and entropies ``[P, G, T]`` of a whole batch; to be compiled."""
         train = self.config.train
         parts = split_batch(batch, train.prompt_micro_batches, train.group_micro_batches)
-        both_MNPGT = jax.lax.map(lambda part: jax.lax.map(lambda p: self.logps(params, p), part), parts)
-        logps_PGT, entropy_PGT = map(join_groups, both_MNPGT)
-        return logps_PGT, entropy_PGT
+
+        def all_parts(num_rows: int | None) -> tuple[Array, Array]:
+            both_MNPGT = jax.lax.map(
+                lambda part: jax.lax.map(lambda p: self.logps(params, p, num_rows), part), parts
+            )
+            logps_PGT, entropy_PGT = map(join_groups, both_MNPGT)
+            return logps_PGT, entropy_PGT
+
+        return self.in_fewest_rows(all_parts, _mask(batch))
+
+    def in_fewest_rows(self, function: Callable[[int | None], Result], mask_PGT: Array) -> Result:
+        """``function`` of the smallest number of rows that holds every prompt's completions; None: one each."""
+        train, group_size = self.config.train, self.config.rollout.group_size
+        whole_groups = train.group_micro_batches == group_shards() == 1
+        counts = row_counts(*mask_PGT.shape[1:]) if train.packing and whole_groups else (group_size,)
+        branches = [functools.partial(function, None if count == group_size else count) for count in counts]
+        if len(branches) == 1:
+            return branches[0]()
+        fits = jnp.asarray(counts) >= rows_needed(mask_PGT)
+        return jax.lax.switch(jnp.argmax(fits), branches)
 
     @property
     def importance(self) -> str:
@@ -190,37 +224,9 @@ def surrogate_options(objective: ObjectiveConfig, *, selected: Array | None = No
     )
 
 
-def completion_logps(
-    model: Model,
-    params: Params,
-    prompt_PS: Array,
-    prompt_mask_PS: Array,
-    completion_PGT: Array,
-    *,
-    temperature: float,
-    vocab_size: int,
-    chunk_size: int,
-) -> tuple[Array, Array]:
-    """Log-probability and entropy of each completion token, the prompt run once for its group.
-
-    Returns:
-        ``(logps_PGT, entropy_PGT)``, at the sampling temperature.
-    """
-    prefix = model.prefill(params, prompt_PS, prompt_mask_PS)
-    hidden_PGTD, _ = model.extend(params, completion_PGT[:, :, :-1], prefix)
-    # The prompt's last hidden state predicts the first token, each token's the next one.
-    first_PG1D = jnp.broadcast_to(
-        prefix.hidden_PD[:, None, None], (*completion_PGT.shape[:2], 1, prefix.hidden_PD.shape[-1])
-    )
-    hidden_PGTD = constrain(jnp.concatenate([first_PG1D, hidden_PGTD], axis=2), (*GROUP_AXES, None, None))
-    return token_logps(
-        hidden_PGTD,
-        model.head(params),
-        completion_PGT,
-        temperature=temperature,
-        vocab_size=vocab_size,
-        chunk_size=chunk_size,
-    )
+def _mask(batch: Rollout | TrainBatch) -> Array:
+    """The completion tokens whose log-probabilities are wanted."""
+    return batch.completion_mask_PGT if isinstance(batch, Rollout) else batch.loss_mask_PGT
 
 
 def _over_updates(metrics: Metrics) -> Metrics:
