@@ -90,6 +90,10 @@ class Model(Protocol):
         """Zeros for :attr:`Cache.kv`: ``capacity`` columns for each of ``[num_rows, num_slots]``."""
         ...
 
+    def grow_cache(self, cache_kv: Any, capacity: int) -> Any:
+        """The same with zeros up to ``capacity`` columns."""
+        ...
+
     def append(self, cache_kv: Any, new_kv: Any, column: Array) -> Any:
         """Write the ``new_kv`` of one token a slot at ``column`` of the ring."""
         ...

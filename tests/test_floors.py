@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "grpo_jax"
 # What stands on each floor: a file or a folder directly in the package. Things on one floor are apart.
 FLOORS = (
     ("types", "config"),
-    ("mesh", "algorithms", "optim", "rewards", "tokenizer"),
+    ("mesh", "algorithms", "optim", "rewards", "tokenizer", "allocator"),
     ("models", "tasks"),
     ("data", "rollout", "checkpoint", "metrics", "console"),
     ("evaluate",),

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from grpo_jax.allocator import keep_freed_memory
 from grpo_jax.config import Config, MeshConfig, ModelConfig, ObjectiveConfig, RolloutConfig, TrainConfig
 from grpo_jax.mesh import PROMPT_AXES, make_mesh, place_params, shardings, to_mesh
 from grpo_jax.models.config import DecoderConfig
@@ -81,6 +82,7 @@ class Stages:
         self.sizes = sizes
         self.config = bench_config(model, sizes, logps_chunk)
         self.mesh = make_mesh(MeshConfig())
+        keep_freed_memory()
         self.model = Decoder(model)
         optimizer = make_optimizer(self.config.optimizer, self.config.train.steps)
         self.step = TrainStep(self.model, optimizer, self.config, model.vocab_size)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from grpo_jax.mesh import partition_spec
 from grpo_jax.types import Array
@@ -69,7 +70,13 @@ def attend(
     prompts, group = batch_axes
 
     def spec(x: Array, *names: str | None) -> Any:
-        return partition_spec((*names, *(None,) * (x.ndim - len(names))))
+        """Whole where the devices don't divide it: greedy decoding has groups of one."""
+        parts = [partition_spec((name,))[0] for name in names]
+        split = [
+            part if size % _num_devices(part) == 0 else None
+            for part, size in zip(parts, x.shape[: len(parts)], strict=True)
+        ]
+        return PartitionSpec(*split)
 
     def kv_spec(x: Array) -> Any:
         return spec(x, prompts, "kv_heads", *((group,) if x.ndim == 5 else ()))
@@ -87,6 +94,12 @@ def attend(
     # gradients of keys that a group shares are summed over the devices that the group is split over.
     local = jax.shard_map(_attend, in_specs=specs, out_specs=specs[0], check_vma=False)
     return local(q_PKGTQH, own, document_PGT, context)
+
+
+def _num_devices(mesh_axes: str | tuple[str, ...] | None) -> int:
+    """Devices along some axes of the current mesh."""
+    names = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes or ()
+    return math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in names)
 
 
 def _attend(q_PKGTQH: Array, own: KV, document_PGT: Array | None, context: tuple[Context, ...]) -> Array:

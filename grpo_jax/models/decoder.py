@@ -190,6 +190,14 @@ class Decoder:
             return tuple(KV(k=zeros(), v=zeros()) for _ in range(c.num_layers))
         return KV(k=zeros(c.num_layers), v=zeros(c.num_layers))
 
+    def grow_cache(self, cache_kv: Any, capacity: int) -> Any:
+        """The same with zeros up to ``capacity`` columns."""
+
+        def grow(x: Array) -> Array:
+            return jnp.pad(x, [(0, capacity - x.shape[-2] if axis == x.ndim - 2 else 0) for axis in range(x.ndim)])
+
+        return jax.tree.map(grow, cache_kv)
+
     def append(self, cache_kv: Any, new_kv: Any, column: Array) -> Any:
         """Write the keys and values of one token a slot at ``column`` of the ring."""
         return jax.tree.map(

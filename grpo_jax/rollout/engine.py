@@ -15,6 +15,7 @@ the draws depend neither on the number of slots nor on the mesh or the number of
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -60,11 +61,12 @@ def generate(
         uniforms_PGT2 = _uniforms(key, prompt_number_P, config)
     state = _start(model, params, prefixes, config)
     state = _emit(model, params, state, state.prefix.hidden_PD[:, None], uniforms_PGT2, stop_table, config)
-    state = jax.lax.while_loop(
-        lambda state: state.alive_RC.any(),
-        lambda state: _decode(model, params, state, uniforms_PGT2, stop_table, config),
-        state,
-    )
+    for capacity in config.capacities:
+        # Attention reads all columns there are: they are added as they are needed, and the last loop is a ring.
+        state = dataclasses.replace(state, cache_kv=model.grow_cache(state.cache_kv, capacity))
+        last = capacity == config.max_completion_length
+        decode = functools.partial(_decode, model, params, uniforms_PGT2, stop_table, config, capacity)
+        state = jax.lax.while_loop(functools.partial(_goes_on, None if last else capacity), decode, state)
     return _collect(state, prompt_PS, prompt_mask_PS, config)
 
 
@@ -102,7 +104,7 @@ def _start(model: Model, params: Params, prefixes: Prefix, config: EngineConfig)
     return EngineState(
         prefixes=prefixes if refills else jax.tree.map(lambda x: x[:0], prefixes),
         prefix=take_rows(prefixes, row_prompt_R, Q) if refills else prefixes,
-        cache_kv=model.init_cache(params, R, C, T),
+        cache_kv=model.init_cache(params, R, C, config.capacities[0]),
         step=jnp.int32(0),
         row_prompt_R=row_prompt_R,
         next_sample_R=jnp.full((R,), C, jnp.int32),
@@ -122,18 +124,26 @@ def _start(model: Model, params: Params, prefixes: Prefix, config: EngineConfig)
     )
 
 
+def _goes_on(capacity: int | None, state: EngineState) -> Array:
+    """Some slot is at work, and the cache has room (None: it is a ring, and always has)."""
+    working = state.alive_RC.any()
+    return working if capacity is None else working & (state.step <= capacity)
+
+
 def _decode(
     model: Model,
     params: Params,
-    state: EngineState,
     uniforms_PGT2: Array | None,
     stop_table: Array | None,
     config: EngineConfig,
+    capacity: int,
+    state: EngineState,
 ) -> EngineState:
     """Run each slot's last token through the model, then sample the next one."""
     T = config.max_completion_length
     column = (state.step - 1) % T
-    age_T = (column - 1 - jnp.arange(T)) % T
+    # Of each column; those never written to are older than any completion.
+    age_T = (column - 1 - jnp.arange(capacity)) % T
     held_RC = jnp.maximum(state.length_RC - 1, 0)
     cache = Cache(kv=state.cache_kv, mask_RCT=age_T[None, None] < held_RC[..., None], length_RC=held_RC)
     hidden_RC1D, new_kv = model.extend(params, state.token_RC[..., None], state.prefix, cache)

@@ -14,6 +14,10 @@ from flax import struct
 from grpo_jax.rollout.sampling import SamplingParams
 from grpo_jax.types import Array, Prefix
 
+# Decoding is compiled once a segment: short ones would cost more to compile than they save.
+_MAX_SEGMENTS = 4
+_MIN_SEGMENT = 64
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -31,6 +35,15 @@ class EngineConfig:
     """Completions decoded at a time; None: all."""
     num_shards: int = 1
     """Parts of the prompts with a queue of their own: the mesh's data * fsdp."""
+    num_segments: int | None = None
+    """Steps in which the cache grows to its length; None: one for 64 tokens, at most four."""
+
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        """Columns of the cache as it fills: decoding reads all that there are."""
+        T = self.max_completion_length
+        segments = self.num_segments or min(max(T // _MIN_SEGMENT, 1), _MAX_SEGMENTS)
+        return tuple(-(-T * part // segments) for part in range(1, segments + 1))
 
 
 @struct.dataclass

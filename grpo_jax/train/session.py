@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from grpo_jax.allocator import keep_freed_memory
 from grpo_jax.config import Config
 from grpo_jax.data import host_stream
 from grpo_jax.mesh import (
@@ -89,6 +90,7 @@ def build_policy(config: Config, task: Task | None = None, *, jit: Callable[...,
         FileNotFoundError: a checkpoint or data file is missing.
     """
     mesh = make_mesh(config.mesh)
+    keep_freed_memory()
     check_batch_fits(config, mesh)
     task = make_task(config) if task is None else limited(task, config.task)
     model, params, tokenizer = load_model(config.model, task.tokenizer, seed=config.seed)

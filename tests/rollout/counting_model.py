@@ -56,6 +56,9 @@ class CountingModel:
     def init_cache(self, params: Params, num_rows: int, num_slots: int, capacity: int) -> Any:
         return jnp.zeros((num_rows, num_slots, capacity, self.vocab_size))
 
+    def grow_cache(self, cache_kv: Any, capacity: int) -> Any:
+        return jnp.pad(cache_kv, ((0, 0), (0, 0), (0, capacity - cache_kv.shape[2]), (0, 0)))
+
     def append(self, cache_kv: Any, new_kv: Any, column: Array) -> Any:
         return jax.lax.dynamic_update_slice_in_dim(cache_kv, new_kv, column, axis=2)
 

@@ -91,6 +91,18 @@ def test_equals_the_plain_loop_for_any_number_of_slots(num_slots: int | None) ->
     check(rollout(engine_config(num_slots=num_slots)))
 
 
+@pytest.mark.parametrize("num_slots", [None, 4])
+def test_a_cache_that_grows_changes_nothing(num_slots: int | None) -> None:
+    config = engine_config(num_slots=num_slots, num_segments=3)
+    assert config.capacities == (3, 5, 7)
+    check(rollout(config))
+
+
+def test_long_completions_have_a_cache_that_grows() -> None:
+    lengths = {length: engine_config(max_completion_length=length).capacities for length in (127, 130, 4096)}
+    assert lengths == {127: (127,), 130: (65, 130), 4096: (1024, 2048, 3072, 4096)}
+
+
 @pytest.mark.parametrize("num_slots", [None, 8, 2])
 def test_stop_strings_end_a_completion_across_token_borders(num_slots: int | None) -> None:
     stop = ("abc", "dd")
