@@ -7,7 +7,7 @@ from pathlib import Path
 from grpo_jax.metrics import read_metrics
 from tests.train.conftest import command
 
-EXPERIMENT = '''
+EXPERIMENT = """
 from grpo_jax.config import Config, EvalConfig, LogConfig, ModelConfig, RolloutConfig, TrainConfig
 from grpo_jax.rewards import Reward
 from grpo_jax.tasks.base import Example, Task
@@ -40,7 +40,7 @@ def get_config():
         eval=EvalConfig(num_problems=8, samples=4, batch_size=8),
         log=LogConfig(completions_per_step=0),
     )
-'''
+"""
 
 
 def test_fifty_steps_of_any_lengths_compile_nothing_after_the_second(compile_once: None, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def params() -> Params:
 
 
 @functools.cache
-def rollout(temperature: float = 1.0, top_p: float = 1.0) -> Rollout:
+def rollout(temperature: float = 1.0, top_p: float = 1.0, model: Decoder = MODEL) -> Rollout:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, KNOWN, size=rng.integers(1, S + 1)).tolist() for _ in range(P)]
     ids, mask = pad_left(prompts, S, 0)
@@ -71,7 +71,7 @@ def rollout(temperature: float = 1.0, top_p: float = 1.0) -> Rollout:
         sampling=SamplingParams(temperature=temperature, top_p=top_p),
     )
     compiled = jax.jit(generate, static_argnames=("model", "config"))
-    return compiled(MODEL, params(), jnp.asarray(ids), jnp.asarray(mask), jax.random.key(1), None, config)
+    return compiled(model, params(), jnp.asarray(ids), jnp.asarray(mask), jax.random.key(1), None, config)
 
 
 def make_config(**objective: Any) -> Config:
@@ -134,6 +134,24 @@ def test_sampler_and_trainer_agree_on_unchanged_weights(temperature: float) -> N
     _, metrics = jax.jit(make_step(config).train_step)(start(config), batch_of(sample))
     assert float(metrics["sampler_gap_max"]) < 2e-5
     assert float(metrics["ratio_max"]) == float(metrics["ratio_min"]) == 1.0
+
+
+def test_bfloat16_keeps_log_probabilities_within_a_bound() -> None:
+    """Activations and caches of 8 bits, sums and weights of float32; the sampler's of the same, in another order."""
+    half = Decoder(dataclasses.replace(DECODER, compute_dtype="bfloat16"))
+    sample = rollout(model=half)
+    config, batch, mask = make_config(), batch_of(sample), np.asarray(sample.completion_mask_PGT)
+    logps, entropy = jax.jit(make_step(config).logps)(params(), batch)
+    step = TrainStep(half, make_optimizer(config.optimizer, 100), config, KNOWN)
+    half_logps, half_entropy = jax.jit(step.logps)(params(), batch)
+    assert half_logps.dtype == jnp.float32
+    for a, b in ((half_logps, logps), (half_entropy, entropy), (half_logps, sample.sampler_logps_PGT)):
+        a, b = np.asarray(a)[mask], np.asarray(b)[mask]
+        # Activations carry 2**-9 of their size, a logit the errors of some dozens: 2**-5 of what it is about.
+        assert (np.abs(a - b) < 2**-5 * (1 + np.abs(b))).all()
+        assert np.abs(a - b).mean() < 0.02
+    state, _ = jax.jit(step.train_step)(start(config), batch)
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.params))
 
 
 def test_importance_weights_undo_a_truncated_sampler() -> None:
