@@ -137,7 +137,7 @@ def test_sampler_and_trainer_agree_on_unchanged_weights(temperature: float) -> N
 
 
 def test_bfloat16_keeps_log_probabilities_within_a_bound() -> None:
-    """Activations and caches of 8 bits, sums and weights of float32; the sampler's of the same, in another order."""
+    """Activations and caches of 8 bits, sums and weights of float32; the sampler adds in another order."""
     half = Decoder(dataclasses.replace(DECODER, compute_dtype="bfloat16"))
     sample = rollout(model=half)
     config, batch, mask = make_config(), batch_of(sample), np.asarray(sample.completion_mask_PGT)
@@ -147,8 +147,8 @@ def test_bfloat16_keeps_log_probabilities_within_a_bound() -> None:
     assert half_logps.dtype == jnp.float32
     for a, b in ((half_logps, logps), (half_entropy, entropy), (half_logps, sample.sampler_logps_PGT)):
         a, b = np.asarray(a)[mask], np.asarray(b)[mask]
-        # Activations carry 2**-9 of their size, a logit the errors of some dozens: 2**-5 of what it is about.
-        assert (np.abs(a - b) < 2**-5 * (1 + np.abs(b))).all()
+        # An activation errs by 2**-9 of its size, a logit by some dozens of them: by 2**-5 of the largest.
+        assert np.abs(a - b).max() < 2**-5 * np.abs(np.asarray(logps)[mask]).max()
         assert np.abs(a - b).mean() < 0.02
     state, _ = jax.jit(step.train_step)(start(config), batch)
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.params))
