@@ -98,8 +98,10 @@ def _shapes(stage: Stage) -> str:
     # One program: all that it is called for has the same shapes.
     work = stage.works[0]
     sizes = work.sizes
-    shapes = f"P {sizes.prompts} G {sizes.group} S {sizes.prompt} T {sizes.completion}"
-    return shapes if work.slots is None else f"{shapes}\nslots {work.slots[0]} x {work.slots[1]}"
+    shapes = [f"P {sizes.prompts} G {sizes.group} S {sizes.prompt} T {sizes.completion}"]
+    if work.slots is not None:
+        shapes.append(f"slots {work.slots[0]} x {work.slots[1]}")
+    return "\n".join([*shapes, *filter(None, [work.lengths])])
 
 
 def _totals(run: DryRun) -> list[str]:

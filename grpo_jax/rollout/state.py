@@ -36,14 +36,19 @@ class EngineConfig:
     num_shards: int = 1
     """Parts of the prompts with a queue of their own: the mesh's data * fsdp."""
     num_segments: int | None = None
-    """Steps in which the cache grows to its length; None: one for 64 tokens, at most four."""
+    """Steps in which the cache grows to its length; see :func:`cache_capacities`."""
 
     @property
     def capacities(self) -> tuple[int, ...]:
         """Columns of the cache as it fills: decoding reads all that there are."""
-        T = self.max_completion_length
-        segments = self.num_segments or min(max(T // _MIN_SEGMENT, 1), _MAX_SEGMENTS)
-        return tuple(-(-T * part // segments) for part in range(1, segments + 1))
+        return cache_capacities(self.max_completion_length, self.num_segments)
+
+
+def cache_capacities(max_completion_length: int, num_segments: int | None = None) -> tuple[int, ...]:
+    """Columns of a cache that grows in equal steps; None: one for 64 tokens, at most four."""
+    T = max_completion_length
+    segments = num_segments or min(max(T // _MIN_SEGMENT, 1), _MAX_SEGMENTS)
+    return tuple(-(-T * part // segments) for part in range(1, segments + 1))
 
 
 @struct.dataclass

@@ -20,6 +20,7 @@ from grpo_jax.models.flops import BatchSizes, forward_flops, update_flops
 from grpo_jax.rewards import RewardResult
 from grpo_jax.rollout.sampler import encode_prompt
 from grpo_jax.rollout.sampling import SamplingParams
+from grpo_jax.rollout.state import cache_capacities
 from grpo_jax.tasks.base import Task
 from grpo_jax.train.session import Session, build_policy
 from grpo_jax.types import TrainState
@@ -68,6 +69,8 @@ class Work:
     sizes: BatchSizes
     slots: tuple[int, int] | None = None
     """Rows and slots a row, where it decodes."""
+    lengths: str = ""
+    """Which lengths or numbers of rows the program chooses from, where it has several."""
     flops: int = 0
     """Needed by one call, on all devices together; see :mod:`grpo_jax.models.flops`."""
 
@@ -184,14 +187,17 @@ def compile_step(session: Session, state: TrainState, ahead: AheadOfTime) -> Non
     forward = forward_flops(model, sizes)
     examples, key = next(session.prompts), jax.random.key(config.seed)
 
-    ahead.work = Work(name="rollout", sizes=sizes, slots=slots, flops=forward)
+    caches = _choice("cache", cache_capacities(sizes.completion))
+    with jax.set_mesh(session.mesh):
+        rows = _choice("rows", session.step.row_counts)
+    ahead.work = Work(name="rollout", sizes=sizes, slots=slots, lengths=caches, flops=forward)
     rollout = session.roll_out(state.params, examples, key)
     if settings.extra_rollouts > 0:
         ahead.work = Work(name="replacing groups", sizes=sizes)
         source_P = to_mesh(np.zeros(len(examples), np.int32), PROMPT_AXES, session.mesh)
         with jax.set_mesh(session.mesh):
             rollout = session.take_groups(rollout, rollout, source_P)
-    ahead.work = Work(name="log-probabilities", sizes=sizes, flops=forward)
+    ahead.work = Work(name="log-probabilities", sizes=sizes, lengths=rows, flops=forward)
     old_PGT, ref_PGT = session.score(rollout, state)
     ahead.work = Work(name="batch", sizes=sizes)
     shape = (len(examples), sizes.group)
@@ -201,6 +207,7 @@ def compile_step(session: Session, state: TrainState, ahead: AheadOfTime) -> Non
     ahead.work = Work(
         name="update",
         sizes=sizes,
+        lengths=rows,
         flops=train.updates_per_batch * (update_flops(model, sizes) + selection),
     )
     session.update(state, batch)
@@ -223,11 +230,16 @@ def compile_evaluation(session: Session, state: TrainState, ahead: AheadOfTime) 
                 completion=rollout.max_completion_length,
             )
             flops = forward_flops(policy.model.config, sizes)
-            ahead.work = Work(name=name, sizes=sizes, slots=(rows, group), flops=flops)
+            caches = _choice("cache", cache_capacities(sizes.completion))
+            ahead.work = Work(name=name, sizes=sizes, slots=(rows, group), lengths=caches, flops=flops)
             prompt = encode_prompt(policy.tokenizer, problems[0])
             policy.sampler.rollout(
                 state.params, [prompt] * rows, jax.random.key(0), group_size=group, sampling=sampling
             )
+
+
+def _choice(name: str, values: tuple[int, ...]) -> str:
+    return f"{name} {', '.join(map(str, values))}" if len(values) > 1 else ""
 
 
 def device_bytes(tree: Any) -> int:

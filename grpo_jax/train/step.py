@@ -187,14 +187,20 @@ class TrainStep:
 
     def in_fewest_rows(self, function: Callable[[int | None], Result], mask_PGT: Array) -> Result:
         """``function`` of the smallest number of rows that holds every prompt's completions; None: one each."""
-        train, group_size = self.config.train, self.config.rollout.group_size
-        whole_groups = train.group_micro_batches == group_shards() == 1
-        counts = row_counts(*mask_PGT.shape[1:]) if train.packing and whole_groups else (group_size,)
-        branches = [functools.partial(function, None if count == group_size else count) for count in counts]
+        group_size = self.config.rollout.group_size
+        branches = [functools.partial(function, n if n < group_size else None) for n in self.row_counts]
         if len(branches) == 1:
             return branches[0]()
-        fits = jnp.asarray(counts) >= rows_needed(mask_PGT)
+        fits = jnp.asarray(self.row_counts) >= rows_needed(mask_PGT)
         return jax.lax.switch(jnp.argmax(fits), branches)
+
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        """Numbers of rows of a group that the passes over a batch are compiled for, on the current mesh."""
+        train, rollout = self.config.train, self.config.rollout
+        if not train.packing or train.group_micro_batches > 1 or group_shards() > 1:
+            return (rollout.group_size,)
+        return row_counts(rollout.group_size, rollout.max_completion_length)
 
     @property
     def importance(self) -> str:

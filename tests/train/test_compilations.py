@@ -43,7 +43,7 @@ def get_config():
 """
 
 
-def test_fifty_steps_of_any_lengths_compile_nothing_after_the_second(compile_once: None, tmp_path: Path) -> None:
+def test_fifty_steps_compile_nothing_after_the_second(compile_once: None, tmp_path: Path) -> None:
     experiment = tmp_path / "ones.py"
     experiment.write_text(EXPERIMENT)
     ended = command("train", experiment, "--workdir", tmp_path / "run")
@@ -53,3 +53,6 @@ def test_fifty_steps_of_any_lengths_compile_nothing_after_the_second(compile_onc
     assert len({record["Performance/CompiledPrograms"] for record in records[1:]}) == 1
     longest = {record["Performance/CompletionLengthMax"] for record in records}
     assert len(longest) > 10 and max(longest) == 128, longest
+    # And a dry run lists the lengths that there are programs for.
+    listed = command("train", experiment, "--dry-run").out
+    assert listed.count("cache 64, 128") == 2 and "rows 1, 2, 4" in listed
