@@ -106,6 +106,7 @@ def test_options_name_the_mistake() -> None:
         options(repeats=0)
 
 
+@pytest.mark.slow
 def test_our_process_runs_whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XLA_FLAGS")  # the eight devices of these tests
     problem = dataclasses.replace(peers.make_problem("tiny", 5, 2), num_layers=1, prompts=2, group=3, completion=4)

@@ -12,6 +12,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from experiments.bench import peers, step
 from grpo_jax.cli.experiment import load_experiment
 from grpo_jax.cli.options import EvalOptions, ExportOptions, SampleOptions, TrainOptions
 from grpo_jax.config import Config
@@ -96,8 +97,9 @@ def test_options_exist(document: str, plot_curves: ModuleType) -> None:
     assert not wrong, wrong
     if document == "README.md":
         assert len(dotted) > 20
-        commands = (Config, TrainOptions, EvalOptions, SampleOptions, ExportOptions, plot_curves.Options)
-        plain = {"help", *OTHERS_OPTIONS}.union(*(fields_of(command) for command in commands))
+        commands = (Config, TrainOptions, EvalOptions, SampleOptions, ExportOptions)
+        scripts = (plot_curves.Options, peers.Options, step.Options)
+        plain = {"help", *OTHERS_OPTIONS}.union(*(fields_of(command) for command in (*commands, *scripts)))
         options = {name.replace("-", "_") for name in re.findall(r"(?<![\w-])--([a-z][a-z-]*)(?![\w.-])", text)}
         assert options <= {name.replace("-", "_") for name in plain}
 

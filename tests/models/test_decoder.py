@@ -233,6 +233,7 @@ def test_remat_of_two_layers_together(remat: str) -> None:
     assert_trees_close(grads, expected, rtol=1e-4, atol=5e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["dots", "full"])
 def test_remat_recomputes_and_changes_nothing(remat: str) -> None:
     params = loud_params()

@@ -103,6 +103,7 @@ def test_two_processes_train_as_one(finished: FinishedRun, tmp_path: Path, optio
         assert record == other
 
 
+@pytest.mark.slow
 def test_two_processes_a_step_ahead_resume_and_train_as_one(finished: FinishedRun, tmp_path: Path) -> None:
     """The rollout ahead is saved by both and read by both."""
     one = tmp_path / "one"

@@ -54,6 +54,7 @@ def completions(folder: Path) -> list[dict[str, Any]]:
 # A batch in parts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [(), ("--rollout.num-slots", "8")])
 def test_parts_of_a_batch_are_the_whole_one(finished: FinishedRun, tmp_path: Path, slots: tuple[str, ...]) -> None:
     """The run that all tests share has other meshes' last bits, and no parts."""
@@ -111,6 +112,7 @@ def test_samples_are_an_update_behind_and_weighted(
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_interrupted_killed_and_extended_runs_a_step_ahead_equal_an_uninterrupted_one(
     finished: FinishedRun, ahead: tuple[Path, Ended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +143,7 @@ def test_interrupted_killed_and_extended_runs_a_step_ahead_equal_an_uninterrupte
     assert_equal_weights(weights(run, 4), weights(whole, 4))
 
 
+@pytest.mark.slow
 def test_a_step_ahead_resumes_to_the_same_end_on_a_split_mesh(finished: FinishedRun, tmp_path: Path) -> None:
     for name, stops in (("whole", ["2"]), ("halves", ["1", "2"])):
         for steps in stops:

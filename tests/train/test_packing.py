@@ -152,6 +152,7 @@ def test_packing_leaves_the_update_unchanged_and_is_compiled_once() -> None:
     assert packed_update._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_devices_leave_the_packed_update_unchanged() -> None:
     plain, step = make_step(packing=False), make_step()
     expected, _ = jax.jit(plain.train_step)(state(plain), batch(LENGTHS[2]))

@@ -129,6 +129,7 @@ def test_spread_is_read_from_the_verdict_or_from_the_rewards_before_any_shaping(
     judged.config = config
 
 
+@pytest.mark.slow
 def test_a_run_with_dynamic_sampling_resumes_to_the_same_end(finished, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """Extra prompts move the stream, and the checkpoint knows."""
     from tests.train.conftest import command
