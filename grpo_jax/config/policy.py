@@ -37,6 +37,9 @@ class ModelConfig:
     remat_every: int = 1
     """Layers that are recomputed together (remat "dots" and "full"); divides the model's layers. Of each such
     block only the input is kept, and one block's activations are held at a time."""
+    attention: Literal["auto", "plain", "cudnn", "splash"] = "auto"
+    """What computes the attention of scoring and of the update: cuDNN's kernel (NVIDIA GPUs, bfloat16), the Pallas
+    splash kernel (TPUs), or plain JAX; auto: the kernel of the device where one fits. Sampling is plain always."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "width", "ffn_width", "num_heads", "num_kv_heads", "remat_every"):
@@ -45,6 +48,11 @@ class ModelConfig:
         if self.width % self.num_heads or (self.width // self.num_heads) % 2:
             raise ValueError(
                 f"model.width ({self.width}) must be an even multiple of model.num_heads ({self.num_heads})"
+            )
+        if self.attention == "cudnn" and self.compute_dtype == "float32":
+            raise ValueError(
+                "model.attention='cudnn' has no float32: use model.compute_dtype='bfloat16', or "
+                "model.attention='plain', got model.compute_dtype='float32'"
             )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(

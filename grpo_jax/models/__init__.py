@@ -50,6 +50,10 @@ def load_model(model: ModelConfig, tokenizer: Tokenizer | None, *, seed: int) ->
             f"{config.vocab_size}: the two don't belong together"
         )
     config = dataclasses.replace(
-        config, compute_dtype=model.compute_dtype, remat=model.remat, remat_every=model.remat_every
+        config,
+        compute_dtype=model.compute_dtype,
+        remat=model.remat,
+        remat_every=model.remat_every,
+        attention=model.attention,
     )
     return Decoder(config), params, tokenizer

@@ -20,6 +20,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from grpo_jax.mesh import partition_spec
+from grpo_jax.models.kernels import accelerated
+from grpo_jax.models.kv import KV, Context
 from grpo_jax.types import Array
 
 # Scores held at a time on a device, about: what stays in the caches of a CPU, and little beside a GPU's memory.
@@ -31,20 +33,6 @@ _MAX_BLOCKS = 4
 _MASKED = -1e30
 
 
-class KV(NamedTuple):
-    """Keys, rotated to their positions, and values: ``[P, K, S, H]`` (a group's) or ``[P, K, G, S, H]``."""
-
-    k: Array
-    v: Array
-
-
-class Context(NamedTuple):
-    """Keys and values of earlier tokens, and which of them count: ``[P, S]`` or ``[P, G, S]``, like the keys."""
-
-    kv: KV
-    mask: Array
-
-
 def attend(
     q_PKGTQH: Array,
     own: KV,
@@ -52,6 +40,7 @@ def attend(
     context: tuple[Context, ...] = (),
     *,
     batch_axes: tuple[str | None, str | None] = ("prompts", "group"),
+    kernel: str = "plain",
 ) -> Array:
     """Attention of each token to the context, and to its completion up to itself.
 
@@ -61,12 +50,18 @@ def attend(
         document_PGT: int; a token sees only tokens of its own row that carry its number. None: all before it.
         context: what every token of a prompt or of a completion sees beside.
         batch_axes: logical names of P and G.
+        kernel: "plain", or what :func:`grpo_jax.models.kernels.accelerated` may put in the place of this file's
+            computation: "auto", "cudnn", "splash".
 
     Returns:
         Attended values ``[P, K, G, T, Q, H]``.
+
+    Raises:
+        ValueError: the kernel cannot run here.
     """
+    on_device = accelerated(kernel, q_PKGTQH, context) or _attend
     if jax.sharding.get_abstract_mesh().empty:
-        return _attend(q_PKGTQH, own, document_PGT, context)
+        return on_device(q_PKGTQH, own, document_PGT, context)
     prompts, group = batch_axes
 
     def spec(x: Array, *names: str | None) -> Any:
@@ -92,7 +87,7 @@ def attend(
     )
     # Attention mixes nothing across prompts, heads or completions: each device works on what it holds. Only the
     # gradients of keys that a group shares are summed over the devices that the group is split over.
-    local = jax.shard_map(_attend, in_specs=specs, out_specs=specs[0], check_vma=False)
+    local = jax.shard_map(on_device, in_specs=specs, out_specs=specs[0], check_vma=False)
     return local(q_PKGTQH, own, document_PGT, context)
 
 

@@ -55,6 +55,8 @@ class DecoderConfig:
     """What the backward pass recomputes: "none", "dots" (all but matrix products and attention) or "full"."""
     remat_every: int = 1
     """Layers whose activations are recomputed together: only what enters the first of them is kept."""
+    attention: str = "auto"
+    """What computes attention in full passes: "auto", "plain", "cudnn" (GPUs) or "splash" (TPUs)."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -76,7 +78,11 @@ class DecoderConfig:
             raise ValueError(f"head_width must be even for rotary positions, got {self.head_width}")
         if self.remat != "none" and self.num_layers % self.remat_every:
             raise ValueError(f"remat_every ({self.remat_every}) must divide num_layers ({self.num_layers})")
-        for name, known in (("compute_dtype", ("float32", "bfloat16")), ("remat", ("none", "dots", "full"))):
+        for name, known in (
+            ("compute_dtype", ("float32", "bfloat16")),
+            ("remat", ("none", "dots", "full")),
+            ("attention", ("auto", "plain", "cudnn", "splash")),
+        ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
 
@@ -103,6 +109,7 @@ class DecoderConfig:
             compute_dtype=model.compute_dtype,
             remat=model.remat,
             remat_every=model.remat_every,
+            attention=model.attention,
         )
 
     @classmethod

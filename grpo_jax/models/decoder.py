@@ -20,8 +20,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from grpo_jax.mesh import constrain
-from grpo_jax.models.attention import KV, Context, attend
+from grpo_jax.models.attention import attend
 from grpo_jax.models.config import DecoderConfig, rope_frequencies
+from grpo_jax.models.kernels import is_cudnn
+from grpo_jax.models.kv import KV, Context
 from grpo_jax.models.products import project, swiglu
 from grpo_jax.types import Array, Cache, Params, Prefix
 
@@ -238,7 +240,9 @@ class Decoder:
             weights, context_kv = inputs
             seen = tuple(Context(kv, c.mask) for kv, c in zip(context_kv, context, strict=True))
             q_PKGTQH, new_kv = _queries_keys_values(weights, x_PGTD, rotation, config)
-            attended_PKGTQH = attend(q_PKGTQH, new_kv, document_PGT, seen, batch_axes=batch_axes)
+            attended_PKGTQH = attend(
+                q_PKGTQH, new_kv, document_PGT, seen, batch_axes=batch_axes, kernel=config.attention
+            )
             attended_PGTD = project(jnp.einsum("pkgtqh->pgtkqh", attended_PKGTQH), weights["out"], 3)
             x_PGTD = constrain(x_PGTD + attended_PGTD, axes)
             x_PGTD = constrain(x_PGTD + _feed_forward(weights, x_PGTD, config), axes)
@@ -264,7 +268,8 @@ def _scan_layers(layer: Any, x_PGTD: Array, inputs: Any, config: DecoderConfig) 
     if config.remat == "none":
         return jax.lax.scan(layer, x_PGTD, inputs)
     k = config.remat_every
-    policy = jax.checkpoint_policies.save_only_these_names("product", "attended")
+    policies = jax.checkpoint_policies
+    policy = policies.save_from_both_policies(policies.save_only_these_names("product", "attended"), is_cudnn)
 
     # A scan's body is compiled by itself: nothing outside could be merged with the recomputation.
     @functools.partial(jax.checkpoint, policy=policy if config.remat == "dots" else None, prevent_cse=False)
