@@ -24,7 +24,8 @@ class Kernel(Protocol):
 
     def __call__(
         self, q_PKGTQH: Array, own: KV, document_PGT: Array | None, context: tuple[Context, ...], /
-    ) -> Array: ...
+    ) -> Array:
+        """Attended values."""
 
 
 def accelerated(choice: str, q_PKGTQH: Array, context: tuple[Context, ...]) -> Kernel | None:
@@ -107,7 +108,7 @@ def cudnn(
     *,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> Array:
-    """cuDNN's flash attention of completions to themselves and to their prompt, which is padded on the left.
+    """Flash attention of cuDNN, of completions to themselves and to their prompt, which is padded on the left.
 
     The completion's keys come first and the prompt's follow in reverse: padding is then at the end, where a length
     cuts it off, and unless a row holds several documents, all rows share one mask.

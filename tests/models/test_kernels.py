@@ -243,10 +243,12 @@ def test_lowers_for_its_device(
     ("choice", "forward", "backward"),
     [
         ("cudnn", "dot_product_attention_fwd_wrapper[", "dot_product_attention_bwd_wrapper["),
-        ("splash", "fwd", "dq"),
+        ("splash", "name=splash_mha_fwd", "name=splash_mha_dq"),
     ],
 )
 def test_dots_keeps_what_a_kernel_returned(choice: str, forward: str, backward: str, anywhere: None) -> None:
+    if choice == "splash" and jax.__version_info__ < (0, 12):
+        pytest.skip("JAX 0.10 computes splash's results again")
     model = ModelConfig(
         num_layers=2, width=64, num_heads=1, num_kv_heads=1, attention=choice, compute_dtype="bfloat16"
     )
