@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -50,7 +49,10 @@ def forced_params(config: DecoderConfig, length_V: np.ndarray, key: Array) -> Pa
         raise ValueError("config.tie_embeddings must be False: the output matrix has a column of its own use")
     decoder = init_params(config, key)
     ends_V = jnp.zeros(config.vocab_size).at[EOS].set(_CERTAIN)
-    return {"decoder": decoder | {"head": decoder["head"].at[:, -1].set(ends_V)}, "length_V": jnp.asarray(length_V)}
+    return {
+        "decoder": decoder | {"head": decoder["head"].at[:, -1].set(ends_V)},
+        "length_V": jnp.asarray(length_V),
+    }
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,10 @@ class ForcedLengths:
         """The decoder's, and the length of each slot's completion."""
         length_RC = constrain(jnp.zeros((num_rows, num_slots), jnp.int32), GROUP_AXES)
         return self.decoder.init_cache(params["decoder"], num_rows, num_slots, capacity), length_RC
+
+    def grow_cache(self, cache_kv: Any, capacity: int) -> Any:
+        """The decoder's with more columns."""
+        return self.decoder.grow_cache(cache_kv[0], capacity), cache_kv[1]
 
     def append(self, cache_kv: Any, new_kv: Any, column: Array) -> Any:
         """Write one token a slot; the lengths are of the completion, not of a token."""

@@ -111,8 +111,7 @@ class Comparison:
         """A slotful of whole groups after the other."""
         at_once = self.options.slots // self.options.group
         parts = [
-            self._rollout(slice(start, start + at_once), None)
-            for start in range(0, self.options.prompts, at_once)
+            self._rollout(slice(start, start + at_once), None) for start in range(0, self.options.prompts, at_once)
         ]
         return jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
 
@@ -179,7 +178,7 @@ def refill_steps(length_PG: np.ndarray, num_rows: int, slots_per_row: int) -> in
 
 
 def differences(a: Rollout, b: Rollout) -> tuple[list[tuple[int, int]], float]:
-    """Completions whose tokens differ, and by how much log-probabilities do where tokens were equal up to there."""
+    """Completions whose tokens differ, and by how much log-probabilities do where tokens were equal so far."""
     tokens_a, tokens_b = np.asarray(a.completion_PGT), np.asarray(b.completion_PGT)
     mask = np.asarray(a.completion_mask_PGT & b.completion_mask_PGT)
     differs_PGT = (tokens_a != tokens_b) | (np.asarray(a.completion_mask_PGT) != np.asarray(b.completion_mask_PGT))
