@@ -115,6 +115,8 @@ class Config:
             idle.append(
                 f"rollout.overlap_parts={self.rollout.overlap_parts} has no effect: rollout.overlap is False"
             )
+        if self.train.skip_zero_advantages and not self.train.packing:
+            idle.append("train.skip_zero_advantages=True saves nothing: train.packing is False")
         unpunished = (objective.overlong_length or length) - objective.overlong_cache
         if objective.overlong_cache > 0 and unpunished >= length:
             idle.append(

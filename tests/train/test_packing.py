@@ -14,31 +14,16 @@ from hypothesis import strategies as st
 
 from grpo_jax.config import Config, MeshConfig, ObjectiveConfig, OptimizerConfig, RolloutConfig, TrainConfig
 from grpo_jax.mesh import GROUP_AXES, PROMPT_AXES, make_mesh, partition_spec, place_params
-from grpo_jax.models.config import DecoderConfig
-from grpo_jax.models.decoder import Decoder, init_params, logical_axes
+from grpo_jax.models.decoder import logical_axes
 from grpo_jax.optim.chain import make_optimizer
 from grpo_jax.train.logps import completion_logps
 from grpo_jax.train.packing import pack, row_counts, rows_needed
 from grpo_jax.train.step import TrainStep
 from grpo_jax.types import TrainBatch, TrainState
-from tests.train.test_step import assert_trees_close
+from tests.train.test_step import DECODER, MODEL, VOCAB, assert_trees_close, params
 
-P, G, S, T, VOCAB = 4, 4, 5, 128, 24
-DECODER = DecoderConfig(
-    vocab_size=VOCAB,
-    num_layers=2,
-    width=32,
-    ffn_width=48,
-    num_heads=4,
-    num_kv_heads=2,
-    head_width=8,
-    rope_theta=10_000.0,
-    norm_eps=1e-5,
-    qkv_bias=True,
-    tie_embeddings=False,
-)
-MODEL = Decoder(DECODER)
-PARAMS = jax.tree.map(lambda x: x * 4, init_params(DECODER, jax.random.key(0)))
+P, G, S, T = 4, 4, 5, 128
+PARAMS = params()
 # Gradients are sums over hundreds of tokens: single ones differ by 3e-5 when they are added in another order.
 UPDATE = {"atol": 1e-4}
 LENGTHS = {
