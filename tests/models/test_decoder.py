@@ -221,7 +221,7 @@ def test_nothing_to_attend_to_is_finite() -> None:
     assert model.extend(params, completion_PGT[:, :, :0], prefix)[0].shape == (P, G, 0, CONFIG.width)
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("remat", ["dots", pytest.param("full", marks=pytest.mark.slow)])
 def test_remat_of_two_layers_together(remat: str) -> None:
     params = loud_params()
     config = dataclasses.replace(CONFIG, remat=remat, remat_every=2)

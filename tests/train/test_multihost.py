@@ -78,7 +78,7 @@ def assert_same_batches(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[st
         assert several["Training/RewardFailures/belongs"] == 0
 
 
-@pytest.mark.parametrize("options", [(), PARTS], ids=["in_turn", "parts"])
+@pytest.mark.parametrize("options", [(), pytest.param(PARTS, marks=pytest.mark.slow)], ids=["in_turn", "parts"])
 def test_two_processes_train_as_one(finished: FinishedRun, tmp_path: Path, options: tuple[str, ...]) -> None:
     run = tmp_path / "run"
     outputs = train_in_two_processes(finished, run, STEPS, options)
