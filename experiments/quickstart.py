@@ -4,8 +4,8 @@
 
 Three in four demonstrations of the supervised start sort the wrong way round, and the model imitates them; GRPO
 rewards the right answer alone. Measured on 2026-12-03 on 2 cores of an AMD EPYC with Python 3.12 and JAX 0.12.0,
-beside other work, which made the whole command take 4.0 minutes with seed 0 (alone, on Python 3.11 with JAX 0.10.2,
-it took 3.2). Held-out problems, 512 of them, no permutation of a training problem:
+beside other work, which made the whole command take 4.0 minutes with seed 0 (alone, on Python 3.11 with JAX
+0.10.2, it took 3.2). Held-out problems, 512 of them, no permutation of a training problem:
 
 | run | options | samples right at temperature 1 | right greedy |
 |---|---|---|---|
