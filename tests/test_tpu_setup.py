@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -42,7 +43,13 @@ def host(tmp_path: Path) -> dict[str, str]:
 
 def _launch(host: dict[str, str], *arguments: str, expected: int = 0) -> str:
     result = subprocess.run(
-        [str(FOLDER / "launch.sh"), *arguments], env=host, capture_output=True, text=True, timeout=20
+        [str(FOLDER / "launch.sh"), *arguments],
+        env=host,
+        capture_output=True,
+        text=True,
+        timeout=20,
+        # Tests that run in the background may ignore interrupts, and all that they start would too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert result.returncode == expected, result.stderr
     return result.stdout + result.stderr

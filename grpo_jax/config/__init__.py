@@ -97,7 +97,7 @@ class Config:
             if self.train.skip_zero_advantages and uses:
                 raise ValueError(
                     f"train.skip_zero_advantages=True does not go with {setting}, which needs completions of "
-                    "advantage 0 too: set one of them otherwise"
+                    "advantage 0 too: change one of the two"
                 )
 
     def _without_effect(self) -> list[str]:

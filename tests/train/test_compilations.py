@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from grpo_jax.metrics import read_metrics
 from tests.train.conftest import command
 
@@ -43,6 +45,7 @@ def get_config():
 """
 
 
+@pytest.mark.slow
 def test_fifty_steps_compile_nothing_after_the_second(compile_once: None, tmp_path: Path) -> None:
     experiment = tmp_path / "ones.py"
     experiment.write_text(EXPERIMENT)

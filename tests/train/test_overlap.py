@@ -93,6 +93,7 @@ def ahead(finished: FinishedRun, tmp_path_factory: pytest.TempPathFactory) -> tu
     return run, ended
 
 
+@pytest.mark.slow
 def test_samples_are_an_update_behind_and_weighted(
     finished: FinishedRun, ahead: tuple[Path, Ended], tmp_path: Path
 ) -> None:
@@ -293,6 +294,7 @@ def tiny(reward: Callable[..., Any], **settings: Any) -> tuple[Config, Task]:
     return config, dataclasses.replace(make_task(config), rewards=(Reward("own", reward),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"overlap": True, "overlap_parts": 2}, {"steps_ahead": 1}])
 def test_a_reward_that_breaks_its_contract_ends_the_run(
     compile_once: None, tmp_path: Path, settings: dict[str, Any]
