@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -27,6 +27,13 @@ except KeyboardInterrupt:
     print("interrupted and saved", flush=True)
 """
 
+# Tests that run in the background may ignore interrupts, and so would all that they start.
+INTERRUPTIBLE = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
 
 @pytest.fixture
 def host(tmp_path: Path) -> dict[str, str]:
@@ -42,15 +49,8 @@ def host(tmp_path: Path) -> dict[str, str]:
 
 
 def _launch(host: dict[str, str], *arguments: str, expected: int = 0) -> str:
-    result = subprocess.run(
-        [str(FOLDER / "launch.sh"), *arguments],
-        env=host,
-        capture_output=True,
-        text=True,
-        timeout=20,
-        # Tests that run in the background may ignore interrupts, and all that they start would too.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    command = [sys.executable, "-c", INTERRUPTIBLE, str(FOLDER / "launch.sh"), *arguments]
+    result = subprocess.run(command, env=host, capture_output=True, text=True, timeout=20)
     assert result.returncode == expected, result.stderr
     return result.stdout + result.stderr
 
