@@ -1,23 +1,51 @@
-"""Memory that XLA's CPU backend frees after each call is kept by the process, for the next call."""
+"""Memory that XLA's CPU backend frees after each call is kept by the process, in large pages, for the next call."""
 
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
 import platform
+import sys
 
 import jax
 
 # <malloc.h>
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
+_M_ARENA_MAX = -8
+# <sys/mman.h>
+_MADV_HUGEPAGE = 14
 
 
 def keep_freed_memory() -> None:
     """On CPUs under glibc: stop the allocator from giving a step's temporaries back to the system.
 
-    Otherwise each step begins with fresh pages, all of which the kernel has to map and clear.
+    Otherwise each step begins with fresh pages, all of which the kernel has to map and clear. What the process may
+    come to hold lies in large pages where the kernel has them: a step walks through far more memory than the
+    processor's table of small ones covers.
     """
-    if jax.default_backend() == "cpu" and platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_MAX, 0)
-        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
+        return
+    libc = ctypes.CDLL(None)
+    # Before the backend starts its threads: a thread's own arena is given back whenever it is empty.
+    libc.mallopt(_M_ARENA_MAX, 1)
+    if jax.default_backend() != "cpu":
+        return
+    libc.mallopt(_M_MMAP_MAX, 0)
+    libc.mallopt(_M_TRIM_THRESHOLD, -1)  # never
+    _reserve_large_pages(libc, os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE // 2)
+
+
+def _reserve_large_pages(libc: ctypes.CDLL, size: int) -> None:
+    """Let the allocator's next ``size`` bytes be large pages: addresses only, nothing is held before it is used."""
+    libc.malloc.restype = ctypes.c_void_p
+    libc.malloc.argtypes = [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    block = libc.malloc(size)
+    if block is None:
+        return
+    start = -(-block // mmap.PAGESIZE) * mmap.PAGESIZE
+    libc.madvise(start, (block + size - start) // mmap.PAGESIZE * mmap.PAGESIZE, _MADV_HUGEPAGE)
+    libc.free(block)

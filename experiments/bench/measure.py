@@ -81,8 +81,8 @@ class Stages:
     def __init__(self, model: DecoderConfig, sizes: BatchSizes, *, logps_chunk: int = 2048) -> None:
         self.sizes = sizes
         self.config = bench_config(model, sizes, logps_chunk)
-        self.mesh = make_mesh(MeshConfig())
         keep_freed_memory()
+        self.mesh = make_mesh(MeshConfig())
         self.model = Decoder(model)
         optimizer = make_optimizer(self.config.optimizer, self.config.train.steps)
         self.step = TrainStep(self.model, optimizer, self.config, model.vocab_size)

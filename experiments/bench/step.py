@@ -25,6 +25,7 @@ from rich.table import Table
 from experiments.bench.ceilings import Ceilings, best_of, disturbance, measure_ceilings
 from experiments.bench.measure import Stages, Timing, machine, peak_rss, with_changes, write_json
 from experiments.bench.shapes import BATCHES, MODELS
+from grpo_jax.allocator import keep_freed_memory
 from grpo_jax.models.config import DecoderConfig
 from grpo_jax.models.flops import BatchSizes, forward_flops, rollout_bytes, update_flops
 
@@ -131,6 +132,7 @@ def show(rows: list[Row], title: str) -> None:
 
 def main() -> None:
     options = tyro.cli(Options)
+    keep_freed_memory()
     measured = [measure_ceilings()]
     rows: list[Row] = []
     for name in options.models:

@@ -89,8 +89,8 @@ def build_policy(config: Config, task: Task | None = None, *, jit: Callable[...,
         ValueError: what the config asks for does not fit the devices, the model or the task.
         FileNotFoundError: a checkpoint or data file is missing.
     """
-    mesh = make_mesh(config.mesh)
     keep_freed_memory()
+    mesh = make_mesh(config.mesh)
     check_batch_fits(config, mesh)
     task = make_task(config) if task is None else limited(task, config.task)
     model, params, tokenizer = load_model(config.model, task.tokenizer, seed=config.seed)
