@@ -1,4 +1,4 @@
-"""Memory that XLA's CPU backend frees after each call is kept by the process, in large pages, for the next call."""
+"""Memory that XLA's CPU backend frees after a call stays with the process for the next one, in large pages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def keep_freed_memory() -> None:
 
 
 def _reserve_large_pages(libc: ctypes.CDLL, size: int) -> None:
-    """Let the allocator's next ``size`` bytes be large pages: addresses only, nothing is held before it is used."""
+    """Let the allocator's next ``size`` bytes be large pages; until they are used, they are addresses only."""
     libc.malloc.restype = ctypes.c_void_p
     libc.malloc.argtypes = [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
