@@ -147,6 +147,8 @@ def _decode(
     held_RC = jnp.maximum(state.length_RC - 1, 0)
     cache = Cache(kv=state.cache_kv, mask_RCT=age_T[None, None] < held_RC[..., None], length_RC=held_RC)
     hidden_RC1D, new_kv = model.extend(params, state.token_RC[..., None], state.prefix, cache)
+    # All layers have read the cache before it is written to: XLA then writes in place, where it copied all of it.
+    hidden_RC1D, new_kv = jax.lax.optimization_barrier((hidden_RC1D, new_kv))
     state = dataclasses.replace(state, cache_kv=model.append(state.cache_kv, new_kv, column))
     # A slot that was just refilled has no token yet: its first one is predicted by the prompt.
     hidden_RCD = jnp.where(
