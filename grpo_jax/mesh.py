@@ -38,6 +38,9 @@ GROUP_AXES = ("prompts", "group")
 
 Axes = tuple[str | None, ...]
 
+# Of a row with refill: enough for attention to the prompt to stay a matrix product, few to wait for one another.
+_SLOTS_PER_ROW = 4
+
 
 def initialize_distributed() -> None:
     """Join the other hosts of the run, if there are any; call before any other use of JAX.
@@ -93,7 +96,7 @@ def check_batch_fits(config: Config, mesh: Mesh) -> None:
     """Refuse batch sizes that the mesh or the hosts cannot split evenly.
 
     Raises:
-        ValueError: names both numbers and the nearest batch size that works.
+        ValueError: names both numbers and the nearest that works.
     """
     rollout, train = config.rollout, config.train
     data_shards = mesh.shape["data"] * mesh.shape["fsdp"]
@@ -138,23 +141,38 @@ def check_batch_fits(config: Config, mesh: Mesh) -> None:
             )
     if rollout.num_slots is not None:
         num_prompts = rollout.num_prompts // rollout.num_parts  # sampled at a time
-        rows, slots = slot_layout(num_prompts, rollout.group_size, rollout.num_slots, data_shards)
-        if slots == 0 or rows * slots != rollout.num_slots or rows % data_shards or slots % mesh.shape["group"]:
-            step = data_shards * rollout.group_size
-            nearest = max(round(rollout.num_slots / step), 1) * step
-            raise ValueError(
-                f"rollout.num_slots ({rollout.num_slots}) makes {rows} rows of {slots} slots; rows must be a "
-                f"multiple of mesh.data * mesh.fsdp ({data_shards}) and slots of mesh.group "
-                f"({mesh.shape['group']}): for example {nearest}"
-            )
+        slot_layout(num_prompts, rollout.group_size, rollout.num_slots, data_shards, mesh.shape["group"])
 
 
-def slot_layout(num_prompts: int, group_size: int, num_slots: int | None, num_shards: int) -> tuple[int, int]:
-    """Rows of decoding slots, and slots a row: whole groups, or a part of one where a shard has too few slots."""
+def slot_layout(
+    num_prompts: int, group_size: int, num_slots: int | None, num_shards: int, num_group_shards: int = 1
+) -> tuple[int, int]:
+    """Rows of decoding slots, and slots a row; a row works on one prompt at a time.
+
+    Without refill a row is a group. With it a row is a part of one, four slots where that divides: a row takes its
+    next prompt only when its last slot has ended, so that in wide ones more slots wait. There are never more rows
+    than prompts, so that each token reads no more prompts than it would without refill.
+
+    Raises:
+        ValueError: the slots make no equal rows on each shard.
+    """
     if num_slots is None or num_slots >= num_prompts * group_size:
         return num_prompts, group_size
-    slots_per_row = min(group_size, num_slots // num_shards)
-    return (num_slots // slots_per_row if slots_per_row else 0), slots_per_row
+    per_shard, most_rows = num_slots // num_shards, num_prompts // num_shards
+    widths = [
+        slots
+        for slots in range(num_group_shards, group_size + 1, num_group_shards)
+        if per_shard % slots == 0 and per_shard // slots <= most_rows
+    ]
+    if per_shard == 0 or num_slots % num_shards or not widths:
+        step = num_shards * group_size
+        raise ValueError(
+            f"rollout.num_slots ({num_slots}) must make equal rows on each of mesh.data * mesh.fsdp "
+            f"({num_shards}) shards, at most {most_rows} of at most {group_size} slots, a multiple of mesh.group "
+            f"({num_group_shards}): for example {max(round(num_slots / step), 1) * step}"
+        )
+    slots = next((width for width in widths if width >= _SLOTS_PER_ROW), widths[-1])
+    return num_slots // slots, slots
 
 
 def partition_spec(axes: Axes) -> PartitionSpec:

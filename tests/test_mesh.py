@@ -21,6 +21,7 @@ from grpo_jax.mesh import (
     make_mesh,
     partition_spec,
     place_params,
+    slot_layout,
     sum_over_hosts,
     to_every_host,
     to_host,
@@ -98,14 +99,14 @@ def make_config(**sections: Any) -> Config:
         (
             {"rollout": RolloutConfig(num_prompts=8, group_size=4, num_slots=4)},
             {"data": 4, "group": 2},
-            "rollout.num_slots (4) makes 4 rows of 1 slots; rows must be a multiple of mesh.data * mesh.fsdp (4) "
-            "and slots of mesh.group (2): for example 16",
+            "rollout.num_slots (4) must make equal rows on each of mesh.data * mesh.fsdp (4) shards, at most 2 of "
+            "at most 4 slots, a multiple of mesh.group (2): for example 16",
         ),
         (
             {"rollout": RolloutConfig(num_prompts=8, group_size=4, num_slots=2)},
             {"data": 1, "group": 4, "tensor": 2},
-            "rollout.num_slots (2) makes 1 rows of 2 slots; rows must be a multiple of mesh.data * mesh.fsdp (1) "
-            "and slots of mesh.group (4): for example 4",
+            "rollout.num_slots (2) must make equal rows on each of mesh.data * mesh.fsdp (1) shards, at most 8 of "
+            "at most 4 slots, a multiple of mesh.group (4): for example 4",
         ),
         (
             {"rollout": RolloutConfig(num_prompts=8, group_size=4, overlap=True, overlap_parts=4)},
@@ -116,14 +117,32 @@ def make_config(**sections: Any) -> Config:
         (
             {"rollout": RolloutConfig(num_prompts=8, group_size=4, overlap=True, overlap_parts=2, num_slots=4)},
             {"data": 4, "group": 2},
-            "rollout.num_slots (4) makes 4 rows of 1 slots; rows must be a multiple of mesh.data * mesh.fsdp (4) "
-            "and slots of mesh.group (2): for example 16",
+            "rollout.num_slots (4) must make equal rows on each of mesh.data * mesh.fsdp (4) shards, at most 1 of "
+            "at most 4 slots, a multiple of mesh.group (2): for example 16",
         ),
     ],
 )
 def test_batches_that_cannot_be_split(sections: dict[str, Any], mesh: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message) + "$"):
         check_batch_fits(make_config(**sections), make_mesh(MeshConfig(**mesh)))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout"),
+    [
+        ((32, 16, None, 1), (32, 16)),  # no refill: whole groups
+        ((32, 16, 512, 1), (32, 16)),
+        ((32, 16, 128, 1), (32, 4)),
+        ((32, 16, 256, 1), (32, 8)),  # no more rows than prompts
+        ((32, 16, 8, 1), (2, 4)),
+        ((32, 16, 128, 8), (32, 4)),
+        ((32, 16, 128, 8, 8), (16, 8)),  # each row is split over eight devices
+        ((8, 6, 18, 1), (3, 6)),
+        ((8, 4, 2, 1), (1, 2)),
+    ],
+)
+def test_rows_of_slots(sizes: tuple[int, ...], layout: tuple[int, int]) -> None:
+    assert slot_layout(*sizes) == layout
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ Shapes: P prompts, G completions of a prompt, S prompt tokens, T completion toke
 of C decoding slots; Q shards of the mesh that prompts are split over.
 
 The slots of one prompt stand side by side in a row, so that attention to the prompt is one product a row. With
-fewer slots than completions, a slot that ends takes its prompt's next pending completion, and a row without any
-takes its shard's next pending prompt; neither is a prefill. Each slot writes at the same column of a ring of T
+fewer slots than completions, rows are narrow: a slot that ends takes its prompt's next pending completion, and a row
+without any takes its shard's next pending prompt; neither is a prefill. Each slot writes at the same column of a ring of T
 columns, so that a refilled slot needs no bookkeeping but its length: its tokens are the last ``length`` columns.
 
 The key of a token is ``fold_in(fold_in(key, sample), position)`` with ``sample`` counted over the whole batch:
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.algorithms.logprobs import scaled_logits
-from grpo_jax.mesh import GROUP_AXES, constrain, slot_layout
+from grpo_jax.mesh import GROUP_AXES, constrain, group_shards, slot_layout
 from grpo_jax.rollout.refill import refill, take_rows
 from grpo_jax.rollout.sampling import draw, truncate
 from grpo_jax.rollout.state import EngineConfig, EngineState
@@ -88,7 +88,7 @@ def _start(model: Model, params: Params, prefixes: Prefix, config: EngineConfig)
     """Give the first prompts to the rows."""
     P, G, T = prefixes.length_P.shape[0], config.group_size, config.max_completion_length
     Q = config.num_shards
-    R, C = slot_layout(P, G, config.num_slots, Q)
+    R, C = slot_layout(P, G, config.num_slots, Q, group_shards())
     assert R % Q == P % Q == 0, (P, R, config)
     row_prompt_R = (jnp.arange(Q)[:, None] * (P // Q) + jnp.arange(R // Q)[None]).reshape(R)
     refills = R * C < P * G

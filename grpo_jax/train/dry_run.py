@@ -183,7 +183,13 @@ def compile_step(session: Session, state: TrainState, ahead: AheadOfTime) -> Non
         prompt=settings.max_prompt_length,
         completion=settings.max_completion_length,
     )
-    slots = slot_layout(sizes.prompts, sizes.group, settings.num_slots, session.policy.sampler.data_shards)
+    slots = slot_layout(
+        sizes.prompts,
+        sizes.group,
+        settings.num_slots,
+        session.policy.sampler.data_shards,
+        session.mesh.shape["group"],
+    )
     forward = forward_flops(model, sizes)
     examples, key = next(session.prompts), jax.random.key(config.seed)
 

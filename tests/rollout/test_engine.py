@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.config import MeshConfig
-from grpo_jax.mesh import GROUP_AXES, PROMPT_AXES, make_mesh, partition_spec
+from grpo_jax.config import MeshConfig, ModelConfig
+from grpo_jax.mesh import GROUP_AXES, PROMPT_AXES, make_mesh, partition_spec, slot_layout
+from grpo_jax.models.config import DecoderConfig
+from grpo_jax.models.decoder import Decoder, init_params
 from grpo_jax.rollout.engine import generate
 from grpo_jax.rollout.sampler import pad_left
 from grpo_jax.rollout.sampling import SamplingParams, draw
@@ -46,18 +49,20 @@ def rollout(config: EngineConfig, stop: tuple[str, ...] = (), length: int = 5) -
 
 
 @functools.cache
-def expected(stop: tuple[str, ...] = ()) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, mask, log-probabilities and finished of a plain loop, group size 4, temperature 1."""
-    shape = (len(PROMPTS), 4, T)
+def expected(
+    stop: tuple[str, ...] = (), group_size: int = 4
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, mask, log-probabilities and finished of a plain loop, temperature 1."""
+    shape = (len(PROMPTS), group_size, T)
     tokens, logps, mask = np.zeros(shape, int), np.zeros(shape), np.zeros(shape, bool)
     finished = np.zeros(shape[:2], bool)
     for p, prompt in enumerate(PROMPTS):
-        for g in range(4):
+        for g in range(group_size):
             completion: list[int] = []
             for t in range(T):
                 logits = numpy_logits(head(), prompt, completion)
                 logits[V - 1 :] = -np.inf
-                key = jax.random.fold_in(jax.random.fold_in(KEY, p * 4 + g), t)
+                key = jax.random.fold_in(jax.random.fold_in(KEY, p * group_size + g), t)
                 uniforms = jax.random.uniform(key, (1, 2))
                 token = int(draw(uniforms, jnp.asarray(logits, jnp.float32)[None])[0][0])
                 logps[p, g, t] = logits[token] - np.log(np.exp(logits).sum())
@@ -71,7 +76,7 @@ def expected(stop: tuple[str, ...] = ()) -> tuple[np.ndarray, np.ndarray, np.nda
 
 
 def check(result: Rollout, stop: tuple[str, ...] = ()) -> None:
-    tokens, mask, logps, finished = expected(stop)
+    tokens, mask, logps, finished = expected(stop, result.finished_PG.shape[1])
     assert np.array_equal(result.completion_mask_PGT, mask)
     assert np.array_equal(result.completion_PGT, np.where(mask, tokens, PAD))
     assert np.array_equal(result.finished_PG, finished)
@@ -89,6 +94,11 @@ def test_the_reference_has_every_kind_of_completion() -> None:
 @pytest.mark.parametrize("num_slots", [None, 32, 16, 8, 4, 2, 1])
 def test_equals_the_plain_loop_for_any_number_of_slots(num_slots: int | None) -> None:
     check(rollout(engine_config(num_slots=num_slots)))
+
+
+def test_rows_narrower_than_a_group_take_prompts_in_turn() -> None:
+    assert slot_layout(len(PROMPTS), 8, 12, 1) == (3, 4)
+    check(rollout(engine_config(group_size=8, num_slots=12)))
 
 
 @pytest.mark.parametrize("num_slots", [None, 4])
@@ -123,6 +133,22 @@ def test_parts_of_a_batch_have_the_draws_of_the_whole(num_slots: int | None) -> 
         result = run(CountingModel(V), *arguments, prompt_number_P=jnp.asarray(numbers))
         tokens, token_mask, *_ = (x[numbers] for x in expected())
         assert np.array_equal(result.completion_PGT, np.where(token_mask, tokens, PAD))
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA of JAX 0.10 copies the cache all the same")
+def test_the_cache_is_written_in_place() -> None:
+    """A loop that copies its cache at each token spends more time on that than on the model."""
+    decoder = DecoderConfig.from_model_config(ModelConfig(), vocab_size=V)
+    params = init_params(decoder, jax.random.key(0))
+    ids, mask = pad_left(PROMPTS, 5, PAD)
+    config = engine_config(max_completion_length=37)
+    lowered = run.lower(Decoder(decoder), params, jnp.asarray(ids), jnp.asarray(mask), KEY, None, config)
+    heads, width = decoder.num_kv_heads, decoder.head_width
+    cache = rf"f32\[{len(PROMPTS)},{heads},4,37,{width}\]\S*"
+    # The loops' bodies; the entry, which stands last, copies zeros into each layer's cache once.
+    loops, _ = lowered.compile().as_text().split("\nENTRY ")
+    assert re.search(rf"= {cache} ", loops), "the cache has another shape now"
+    assert not re.findall(rf"= {cache} copy\(", loops)
 
 
 def test_padding_does_not_matter() -> None:

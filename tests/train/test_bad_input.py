@@ -49,7 +49,10 @@ def assert_refused(status: int, error: str, *expected: str) -> None:
         ),
         ("--train.group-micro-batches 3", ["train.group_micro_batches (3) must divide rollout.group_size (4)"]),
         ("--rollout.num-slots 6", ["rollout.num_slots (6) must be a multiple or a divisor", "group_size (4)"]),
-        ("--rollout.num-slots 4", ["rollout.num_slots (4) makes 0 rows", "mesh.data * mesh.fsdp (8)"]),
+        (
+            "--rollout.num-slots 4",
+            ["rollout.num_slots (4)", "mesh.data * mesh.fsdp (8)", "example 32"],
+        ),
         (
             "--rollout.num-prompts 12",
             ["rollout.num_prompts (12) must be a multiple of", "the nearest that work: 8 and 16"],
