@@ -4,9 +4,10 @@ Shapes: P prompts, G completions of a prompt, S prompt tokens, T completion toke
 of C decoding slots; Q shards of the mesh that prompts are split over.
 
 The slots of one prompt stand side by side in a row, so that attention to the prompt is one product a row. With
-fewer slots than completions, rows are narrow: a slot that ends takes its prompt's next pending completion, and a row
-without any takes its shard's next pending prompt; neither is a prefill. Each slot writes at the same column of a ring of T
-columns, so that a refilled slot needs no bookkeeping but its length: its tokens are the last ``length`` columns.
+fewer slots than completions, rows are narrow: a slot that ends takes its prompt's next pending completion, and a
+row without any takes its shard's next pending prompt; neither is a prefill. Each slot writes at the same column of
+a ring of T columns, so that a refilled slot needs no bookkeeping but its length: its tokens are the last
+``length`` columns.
 
 The key of a token is ``fold_in(fold_in(key, sample), position)`` with ``sample`` counted over the whole batch:
 the draws depend neither on the number of slots nor on the mesh or the number of hosts.
