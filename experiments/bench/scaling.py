@@ -7,6 +7,10 @@ busy. The exponent is the slope of log seconds over log size, by least squares: 
 small sizes leave the machine idle. T is attended to, so its needed arithmetic grows a little faster than itself;
 the exponent of the needed arithmetic is printed beside. The chunk (train.logps_chunk) changes memory, and should
 change no time: an exponent near 0.
+
+``tiny``'s shape, 2 CPU cores, Python 3.12, JAX 0.12.0.1, float32, 2026-12-04, rollout and update: prompts 2 to 32
+0.83 and 0.93, group 8 to 128 0.69 and 0.85, completion 32 to 512 1.02 and 0.95 (needed arithmetic 1.02), chunk 256
+to 4096 0.00 and 0.02.
 """
 
 from __future__ import annotations
