@@ -27,6 +27,10 @@ from grpo_jax.models.kv import KV, Context
 from grpo_jax.models.products import project, swiglu
 from grpo_jax.types import Array, Cache, Params, Prefix
 
+# So few layers are compiled one by one: a loop has to write what the backward pass needs into a stack, and to cut
+# it out again. More of them would take longer to compile, and more memory.
+_UNROLLED_LAYERS = 4
+
 
 class _Layer(nnx.Module):
     """The parameters of one layer.
@@ -266,7 +270,7 @@ class Decoder:
 def _scan_layers(layer: Any, x_PGTD: Array, inputs: Any, config: DecoderConfig) -> tuple[Array, KV]:
     """``layer`` after layer, with less kept for the backward pass than all that it computes."""
     if config.remat == "none":
-        return jax.lax.scan(layer, x_PGTD, inputs)
+        return jax.lax.scan(layer, x_PGTD, inputs, unroll=config.num_layers <= _UNROLLED_LAYERS)
     k = config.remat_every
     policies = jax.checkpoint_policies
     policy = policies.save_from_both_policies(policies.save_only_these_names("product", "attended"), is_cudnn)
