@@ -1,18 +1,18 @@
 """Memory and time of the update under each way of recomputing activations.
 
-    python -m experiments.bench.remat [--model tiny] [--prompt 512] [--json remat.json]
+    python -m experiments.bench.remat [--model tiny] [--prompt 66] [--json remat.json]
 
 ``none`` keeps every activation, ``dots`` the outputs of matrix products, ``full`` the input of each layer. Memory
 is the compiled program's temporaries; ``--repeats 0`` compiles only. ``tiny`` with prompts of 66 tokens, 2 CPU
-cores, Python 3.12, JAX 0.12.0.1, float32, seed 0, 2026-12-04:
+cores, Python 3.12, JAX 0.12.0.1, float32, seed 0, 2026-12-05:
 
     =============  ===========  ======
     policy         temporaries  update
     =============  ===========  ======
-    none           472 MiB      0.86 s
-    dots           321 MiB      0.70 s
-    full           186 MiB      0.78 s
-    full, every 2  308 MiB      0.94 s
+    none           481 MiB      0.66 s
+    dots           321 MiB      0.79 s
+    full           186 MiB      0.79 s
+    full, every 2  308 MiB      1.03 s
     =============  ===========  ======
 """
 
