@@ -147,6 +147,20 @@ def test_saved_config_with_unknown_or_bad_fields(values: dict[str, Any], message
         (lambda: LogConfig(every=0), "log.every must be at least 1, got 0"),
         (lambda: LogConfig(table_every=-1), "log.table_every must be at least 0, got -1"),
         (lambda: LogConfig(table_prompts=0), "log.table_prompts must be at least 1, got 0"),
+        (lambda: ModelConfig(rope_theta=0.0), "model.rope_theta must be above 0, got 0.0"),
+        (lambda: ModelConfig(norm_eps=-1.0), "model.norm_eps must be at least 0, got -1.0"),
+        (
+            lambda: Config(optimizer=OptimizerConfig(learning_rate=math.inf)),
+            "optimizer.learning_rate must be finite, got inf",
+        ),
+        (
+            lambda: Config(task=TaskConfig(reward_weights=(1.0, math.nan))),
+            "task.reward_weights must be finite, got (1.0, nan)",
+        ),
+        (
+            lambda: Config(rollout=RolloutConfig(max_completion_length=10**12)),
+            "rollout.max_completion_length must be below 2**31, got 1000000000000",
+        ),
         (
             lambda: Config(rollout=RolloutConfig(group_size=1)),
             "rollout.group_size must be at least 2 for objective.advantage='group', got 1",

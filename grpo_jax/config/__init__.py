@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
-from grpo_jax.config.checks import require, require_divides
+from grpo_jax.config.checks import require, require_divides, require_representable
 from grpo_jax.config.combinations import COVARIANCE_SURROGATES
 from grpo_jax.config.learning import OptimizerConfig, ReferenceConfig, WarmStartConfig
 from grpo_jax.config.objective import ObjectiveConfig
@@ -61,6 +61,9 @@ class Config:
 
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**32, "seed", self.seed, "at least 0 and below 2**32")
+        for part in fields(self):
+            if is_dataclass(section := getattr(self, part.name)):
+                require_representable(part.name, section)
         group_size = self.rollout.group_size
         if self.objective.needs_group and group_size < 2:
             raise ValueError(

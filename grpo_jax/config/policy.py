@@ -45,6 +45,8 @@ class ModelConfig:
         for name in ("num_layers", "width", "ffn_width", "num_heads", "num_kv_heads", "remat_every"):
             value = getattr(self, name)
             require(value >= 1, f"model.{name}", value, "at least 1")
+        require(self.rope_theta > 0, "model.rope_theta", self.rope_theta, "above 0")
+        require(self.norm_eps >= 0, "model.norm_eps", self.norm_eps, "at least 0")
         if self.width % self.num_heads or (self.width // self.num_heads) % 2:
             raise ValueError(
                 f"model.width ({self.width}) must be an even multiple of model.num_heads ({self.num_heads})"

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 import jax
 import jax.numpy as jnp
 
+from grpo_jax.models.config import DecoderConfig
 from grpo_jax.models.kv import KV, Context, padded, round_up
 from grpo_jax.types import Array
 
@@ -54,6 +55,19 @@ def accelerated(choice: str, q_PKGTQH: Array, context: tuple[Context, ...]) -> K
         if choice == name:
             raise ValueError(f"model.attention={choice!r} {reason}; use model.attention='auto' or 'plain'")
     return None
+
+
+def check_attention(config: DecoderConfig, max_completion_length: int) -> None:
+    """Refuse a kernel that cannot run here, before anything is computed.
+
+    Raises:
+        ValueError: the kernel that ``config.attention`` names cannot run on these devices, or not on this model.
+    """
+    K, dtype = config.num_kv_heads, config.compute_dtype
+    of: Any = jax.ShapeDtypeStruct
+    q_PKGTQH = of((1, K, 1, max_completion_length, config.num_heads // K, config.head_width), dtype)
+    k_PKSH = of((1, K, 1, config.head_width), dtype)
+    accelerated(config.attention, q_PKGTQH, (Context(KV(k_PKSH, k_PKSH), of((1, 1), bool)),))
 
 
 def _splash_module() -> Any:

@@ -68,7 +68,8 @@ class SampleSource:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._thread is not None:
-            self._thread.close()
+            # Whoever wants the run to end at once doesn't want to wait for a slow reward function either.
+            self._thread.close(timeout=1.0 if kind is KeyboardInterrupt else None)
 
     def begin(self) -> None:
         """Give the device its work: the step's rollout, or the next step's beside this one's rewards."""
@@ -154,7 +155,7 @@ class RewardThread:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[tuple[Job, Future[Sample]] | None] = queue.SimpleQueue()
         self._closed = False
-        # A daemon: Ctrl-C during close() then ends the process, whatever a reward function waits for.
+        # A daemon: Ctrl-C ends the process, whatever a reward function waits for.
         self._thread = threading.Thread(target=self._work, name="rewards", daemon=True)
         self._thread.start()
 
@@ -164,11 +165,11 @@ class RewardThread:
         self._jobs.put((job, future))
         return future
 
-    def close(self) -> None:
-        """Wait for the job that is being done; those after it are dropped."""
+    def close(self, *, timeout: float | None = None) -> None:
+        """Wait for the job that is being done, at most so many seconds; those after it are dropped."""
         self._closed = True
         self._jobs.put(None)
-        self._thread.join()
+        self._thread.join(timeout)
 
     def _work(self) -> None:
         while (item := self._jobs.get()) is not None and not self._closed:

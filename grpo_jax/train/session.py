@@ -28,6 +28,7 @@ from grpo_jax.mesh import (
 )
 from grpo_jax.models import load_model
 from grpo_jax.models.decoder import Decoder, logical_axes
+from grpo_jax.models.kernels import check_attention
 from grpo_jax.optim.chain import learning_rate_schedule, make_optimizer, opt_state_shardings
 from grpo_jax.rewards import RewardResult, RewardRunner
 from grpo_jax.rollout.sampler import HostRollout, Sampler, encode_prompt, prompt_text
@@ -94,6 +95,7 @@ def build_policy(config: Config, task: Task | None = None, *, jit: Callable[...,
     check_batch_fits(config, mesh)
     task = make_task(config) if task is None else limited(task, config.task)
     model, params, tokenizer = load_model(config.model, task.tokenizer, seed=config.seed)
+    check_attention(model.config, config.rollout.max_completion_length)
     task, dropped = _with_fitting_prompts(task, tokenizer, config)
     sampler = Sampler(
         model,

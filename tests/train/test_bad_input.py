@@ -67,6 +67,7 @@ def assert_refused(status: int, error: str, *expected: str) -> None:
         ("--rollout.max-prompt-length 6", ["64 of 64 train prompts", "(6)", "has 7 tokens", "long_prompts=drop"]),
         ("--rollout.num-prompts 128", ["num_prompts must be between 1 and the number of examples (64), got 128"]),
         ("--task.num-train 65", ["task.num_train must be between 1 and the 64", "got 65"]),
+        ("--model.attention splash", ["model.attention='splash' needs a TPU, got the backend 'cpu'"]),
         ("--task.name srot", ["task.name must be one of", "'srot'", "did you mean 'sort'?"]),
         ("--task.name jsonl", ["task.path must name a file"]),
         ("--warm-start.steps 2", ["warm_start.batch_size (128)", "at most the number of demonstrations", "(64)"]),

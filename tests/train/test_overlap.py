@@ -305,14 +305,12 @@ def test_a_reward_that_breaks_its_contract_ends_the_run(
     assert reward_threads() == []
 
 
-def test_a_third_signal_leaves_a_reward_that_hangs_behind(compile_once: None, tmp_path: Path) -> None:
+def test_a_second_signal_leaves_a_reward_that_hangs_behind(compile_once: None, tmp_path: Path) -> None:
     may_end = threading.Event()
 
     def hangs(**columns: Any) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(os.getpid(), number)
-        # Later than the main thread begins to wait for this one.
-        threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
         may_end.wait(60)
 
     config, task = tiny(hangs, steps_ahead=1)
