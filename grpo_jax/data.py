@@ -48,10 +48,13 @@ class PromptStream(Iterator[list[Example]]):
         count = jax.process_count() if process_count is None else process_count
         if not 1 <= num_prompts <= len(examples):
             raise ValueError(
-                f"num_prompts must be between 1 and the number of examples ({len(examples)}), got {num_prompts}"
+                f"rollout.num_prompts must be between 1 and the number of training problems ({len(examples)}), "
+                f"got {num_prompts}: lower it, or raise task.num_train if it is set"
             )
         if num_prompts % count:
-            raise ValueError(f"num_prompts ({num_prompts}) must be a multiple of the number of hosts ({count})")
+            raise ValueError(
+                f"rollout.num_prompts ({num_prompts}) must be a multiple of the number of hosts ({count})"
+            )
         if not 0 <= index < count:
             raise ValueError(f"process_index must be between 0 and {count - 1}, got {index}")
         share = num_prompts // count

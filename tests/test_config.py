@@ -147,6 +147,16 @@ def test_saved_config_with_unknown_or_bad_fields(values: dict[str, Any], message
         (lambda: LogConfig(every=0), "log.every must be at least 1, got 0"),
         (lambda: LogConfig(table_every=-1), "log.table_every must be at least 0, got -1"),
         (lambda: LogConfig(table_prompts=0), "log.table_prompts must be at least 1, got 0"),
+        (
+            lambda: RolloutConfig(num_prompts=1, overlap=True),
+            "rollout.num_prompts must be at least 2 with rollout.overlap, got 1",
+        ),
+        (
+            lambda: Config(
+                rollout=RolloutConfig(num_prompts=1, group_size=1), objective=ObjectiveConfig(advantage="batch")
+            ),
+            "rollout.num_prompts * rollout.group_size must be at least 2, got 1 * 1",
+        ),
         (lambda: ModelConfig(rope_theta=0.0), "model.rope_theta must be above 0, got 0.0"),
         (lambda: ModelConfig(norm_eps=-1.0), "model.norm_eps must be at least 0, got -1.0"),
         (
@@ -184,6 +194,12 @@ def test_a_reference_without_a_kl_term_is_warned_of() -> None:
     with pytest.warns(UserWarning, match="reference.update='sync' has no effect: objective.beta is 0"):
         Config(reference=ReferenceConfig(update="sync"))
     Config(reference=ReferenceConfig(update="sync"), objective=ObjectiveConfig(beta=0.1))
+
+
+def test_layers_that_are_not_recomputed_are_warned_of() -> None:
+    with pytest.warns(UserWarning, match="model.remat_every=2 has no effect: model.remat is 'none'"):
+        Config(model=ModelConfig(remat_every=2))
+    Config(model=ModelConfig(remat="full", remat_every=2))
 
 
 @pytest.mark.parametrize(

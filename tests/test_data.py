@@ -95,9 +95,9 @@ def test_a_position_in_other_data_is_refused() -> None:
     [
         (
             {"count": 3, "num_prompts": 4},
-            r"num_prompts must be between 1 and the number of examples \(3\), got 4",
+            r"num_prompts must be between 1 and the number of training problems \(3\), got 4",
         ),
-        ({"count": 0, "num_prompts": 1}, r"number of examples \(0\), got 1"),
+        ({"count": 0, "num_prompts": 1}, r"number of training problems \(0\), got 1"),
         (
             {"count": 9, "num_prompts": 5, "hosts": 2},
             r"num_prompts \(5\) must be a multiple of .* hosts \(2\)",

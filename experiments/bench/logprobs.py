@@ -37,6 +37,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.bench.shapes import require_at_least
 from grpo_jax.algorithms.logprobs import scaled_logits, token_logps
 
 
@@ -104,6 +105,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    try:
+        require_at_least(1, args, "vocabulary", "width", "chunk", "tokens", "memory_tokens", "repeats")
+    except ValueError as error:
+        parser.error(str(error))
     functions = {"full": full_logits, "blocks": functools.partial(token_logps, chunk_size=args.chunk)}
     sizes = (args.vocabulary, args.width, args.seed)
     report: dict[str, Any] = {key: value for key, value in vars(args).items() if key != "json"}

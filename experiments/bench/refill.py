@@ -15,6 +15,7 @@ would be the other one with its uniform numbers shifted by 1e-5 (a near-tie).
 from __future__ import annotations
 
 import heapq
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from rich.table import Table
 
 from experiments.bench.forced_lengths import EOS, ForcedLengths, forced_params, lognormal_lengths
 from experiments.bench.measure import machine, with_changes, write_json
-from experiments.bench.shapes import MODELS
+from experiments.bench.shapes import MODELS, ModelName, require_at_least
 from grpo_jax.algorithms.logprobs import scaled_logits
 from grpo_jax.mesh import slot_layout
 from grpo_jax.models.decoder import Decoder
@@ -48,7 +49,7 @@ TOLERANCE = 1e-5
 class Options:
     """Compare refill with waiting for the longest completion of each batch."""
 
-    model: str = "tiny"
+    model: ModelName = "tiny"
     """A shape of experiments/bench/shapes.py."""
     prompts: int = 32
     """P."""
@@ -72,13 +73,17 @@ class Options:
     """Write all numbers to this file as well."""
 
     def __post_init__(self) -> None:
+        require_at_least(1, self, "prompts", "group", "prompt", "slots", "repeats")
+        require_at_least(2, self, "completion")
+        if not (0 < self.median < math.inf and 0 <= self.sigma < math.inf):
+            raise ValueError(
+                f"median must be above 0 and sigma at least 0, both finite, got {self.median} and {self.sigma}"
+            )
         if self.slots % self.group or self.prompts * self.group % self.slots:
             raise ValueError(
                 f"slots must be a multiple of group ({self.group}) and divide prompts * group "
                 f"({self.prompts * self.group}), got {self.slots}"
             )
-        if self.repeats < 1:
-            raise ValueError(f"repeats must be at least 1, got {self.repeats}")
 
 
 class Comparison:

@@ -18,7 +18,6 @@ cores, Python 3.12, JAX 0.12.0.1, float32, seed 0, 2026-12-05:
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.bench.measure import Stages, machine, with_changes, write_json
-from experiments.bench.shapes import BATCHES, MODELS
+from experiments.bench.shapes import BATCHES, MODELS, ModelName, require_at_least
 from grpo_jax.models.config import DecoderConfig
 
 
@@ -36,7 +35,7 @@ from grpo_jax.models.config import DecoderConfig
 class Options:
     """Compare what the backward pass recomputes."""
 
-    model: str = "tiny"
+    model: ModelName = "tiny"
     """A shape of experiments/bench/shapes.py."""
     prompt: int | None = None
     """S, tokens of every prompt. None: the shape's own."""
@@ -45,14 +44,17 @@ class Options:
     json: Path | None = None
     """Write all numbers to this file as well."""
 
+    def __post_init__(self) -> None:
+        require_at_least(0, self, "repeats")
+        if self.prompt is not None:
+            require_at_least(1, self, "prompt")
+
 
 def variants(model: DecoderConfig) -> dict[str, DecoderConfig]:
-    """Each policy, and ``full`` in blocks of several layers where the decoder has them."""
+    """Each policy, and ``full`` in blocks of several layers."""
     found = {remat: with_changes(model, remat=remat) for remat in ("none", "dots", "full")}
-    if "remat_every" in {field.name for field in dataclasses.fields(model)}:
-        divisors = (k for k in range(2, model.num_layers) if model.num_layers % k == 0)
-        found |= {f"full, every {k}": with_changes(model, remat="full", remat_every=k) for k in divisors}
-    return found
+    divisors = (k for k in range(2, model.num_layers) if model.num_layers % k == 0)
+    return found | {f"full, every {k}": with_changes(model, remat="full", remat_every=k) for k in divisors}
 
 
 def measure(options: Options) -> list[dict[str, Any]]:

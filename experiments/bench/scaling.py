@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.bench.measure import Stages, machine, write_json
-from experiments.bench.shapes import MODELS
+from experiments.bench.shapes import MODELS, ModelName, require_at_least
 from grpo_jax.models.flops import BatchSizes, forward_flops, update_flops
 
 FACTORS = (1, 2, 4, 8, 16)
@@ -37,12 +37,15 @@ SMALLEST_CHUNK = 256
 class Options:
     """Fit the growth of the cost with P, G, T and train.logps_chunk."""
 
-    model: str = "tiny"
+    model: ModelName = "tiny"
     """A shape of experiments/bench/shapes.py."""
     repeats: int = 3
     """Timed calls of a stage."""
     json: Path | None = None
     """Write all numbers to this file as well."""
+
+    def __post_init__(self) -> None:
+        require_at_least(1, self, "repeats")
 
 
 def exponent(sizes: list[int], costs: list[float]) -> float:

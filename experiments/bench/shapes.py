@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from grpo_jax.models.config import DecoderConfig
 from grpo_jax.models.flops import BatchSizes
+
+ModelName = Literal["tiny", "smollm2", "qwen2.5-0.5b", "qwen2.5-1.5b"]
+"""A key of ``MODELS`` and ``BATCHES``."""
+
+
+def require_at_least(least: int, options: Any, *names: str) -> None:
+    """Refuse options (numbers, or tuples of them) that are too small to measure anything.
+
+    Raises:
+        ValueError: one is.
+    """
+    for name in names:
+        value = getattr(options, name)
+        if any(number < least for number in (value if isinstance(value, tuple) else (value,))):
+            raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from experiments.bench.ceilings import Ceilings, best_of, disturbance, measure_ceilings
 from experiments.bench.measure import Stages, Timing, machine, peak_rss, with_changes, write_json
-from experiments.bench.shapes import BATCHES, MODELS
+from experiments.bench.shapes import BATCHES, MODELS, ModelName, require_at_least
 from grpo_jax.allocator import keep_freed_memory
 from grpo_jax.models.config import DecoderConfig
 from grpo_jax.models.flops import BatchSizes, forward_flops, rollout_bytes, update_flops
@@ -39,7 +39,7 @@ DISTURBED = 0.1
 class Options:
     """Measure rollout, log-probabilities and update."""
 
-    models: tuple[Literal["tiny", "smollm2", "qwen2.5-0.5b", "qwen2.5-1.5b"], ...] = ("tiny",)
+    models: tuple[ModelName, ...] = ("tiny",)
     """Shapes of experiments/bench/shapes.py."""
     prompt_lengths: tuple[int, ...] = (66, 512)
     """S, tokens of every prompt."""
@@ -51,6 +51,9 @@ class Options:
     """What the backward pass recomputes. None: the model's own."""
     json: Path | None = None
     """Write all numbers to this file as well."""
+
+    def __post_init__(self) -> None:
+        require_at_least(1, self, "prompt_lengths", "repeats")
 
 
 def measure(name: str, model: DecoderConfig, sizes: BatchSizes, repeats: int) -> Iterator[Row]:

@@ -70,6 +70,11 @@ class Config:
                 f"rollout.group_size must be at least 2 for objective.advantage="
                 f"{self.objective.advantage!r}, got {group_size}: a group of one has no mean to differ from"
             )
+        if self.rollout.num_prompts * group_size < 2:
+            raise ValueError(
+                f"rollout.num_prompts * rollout.group_size must be at least 2, got {self.rollout.num_prompts} * "
+                f"{group_size}: one completion has no other to be better than"
+            )
         require_divides(
             "train.prompt_micro_batches",
             self.train.prompt_micro_batches,
@@ -118,6 +123,8 @@ class Config:
             idle.append(
                 f"rollout.overlap_parts={self.rollout.overlap_parts} has no effect: rollout.overlap is False"
             )
+        if self.model.remat == "none" and self.model.remat_every != 1:
+            idle.append(f"model.remat_every={self.model.remat_every} has no effect: model.remat is 'none'")
         if self.train.skip_zero_advantages and not self.train.packing:
             idle.append("train.skip_zero_advantages=True saves nothing: train.packing is False")
         unpunished = (objective.overlong_length or length) - objective.overlong_cache

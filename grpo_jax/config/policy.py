@@ -156,6 +156,9 @@ class RolloutConfig:
         require(ahead in (0, 1), name, ahead, "0 or 1")
         require(self.overlap_parts >= 2, "rollout.overlap_parts", self.overlap_parts, "at least 2")
         if self.overlap:
+            require(
+                self.num_prompts >= 2, "rollout.num_prompts", self.num_prompts, "at least 2 with rollout.overlap"
+            )
             why = "0 with rollout.overlap: with 1 the rewards run beside the next batch's sampling already"
             require(ahead == 0, name, ahead, why)
             require_divides("rollout.overlap_parts", self.overlap_parts, "rollout.num_prompts", self.num_prompts)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_jax.config import ModelConfig
+from grpo_jax.config.checks import require_divides
 
 SUPPORTED_TYPES = ("llama", "mistral", "qwen2")
 """The ``model_type`` values of Hugging Face configurations that are understood."""
@@ -77,7 +78,7 @@ class DecoderConfig:
         if self.head_width % 2:
             raise ValueError(f"head_width must be even for rotary positions, got {self.head_width}")
         if self.remat != "none" and self.num_layers % self.remat_every:
-            raise ValueError(f"remat_every ({self.remat_every}) must divide num_layers ({self.num_layers})")
+            require_divides("model.remat_every", self.remat_every, "the number of layers", self.num_layers)
         for name, known in (
             ("compute_dtype", ("float32", "bfloat16")),
             ("remat", ("none", "dots", "full")),

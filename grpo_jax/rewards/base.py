@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,3 +23,7 @@ class Reward:
     name: str
     fn: RewardFn
     weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.weight):
+            raise ValueError(f"the weight of reward function {self.name!r} must be finite, got {self.weight}")

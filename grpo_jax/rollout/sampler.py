@@ -94,6 +94,7 @@ class Sampler:
             num_shards=self.data_shards,
         )
         numbers_P = None if prompt_number_P is None else to_mesh(prompt_number_P, (None,), self.mesh)
+        assert numbers_P is None or len(numbers_P) == len(prompts) * jax.process_count(), "a number a prompt"
         with jax.set_mesh(self.mesh):
             return self.compiled(
                 model=self.model,

@@ -6,6 +6,7 @@ compiles for the shapes it is called with and returns shapes. Nothing is trained
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -183,9 +184,11 @@ def compile_step(session: Session, state: TrainState, ahead: AheadOfTime) -> Non
         prompt=settings.max_prompt_length,
         completion=settings.max_completion_length,
     )
+    N = settings.num_parts
+    part = dataclasses.replace(sizes, prompts=sizes.prompts // N)
     slots = slot_layout(
-        sizes.prompts,
-        sizes.group,
+        part.prompts,
+        part.group,
         settings.num_slots,
         session.policy.sampler.data_shards,
         session.mesh.shape["group"],
@@ -196,8 +199,13 @@ def compile_step(session: Session, state: TrainState, ahead: AheadOfTime) -> Non
     caches = _choice("cache", cache_capacities(sizes.completion))
     with jax.set_mesh(session.mesh):
         rows = _choice("rows", session.step.row_counts)
-    ahead.work = Work(name="rollout", sizes=sizes, slots=slots, lengths=caches, flops=forward)
-    rollout = session.roll_out(state.params, examples, key)
+    name = "rollout" if N == 1 else f"rollout, each of {N} parts"
+    ahead.work = Work(name=name, sizes=part, slots=slots, lengths=caches, flops=forward_flops(model, part))
+    rollout = session.roll_out(state.params, examples[::N], key)
+    if N > 1:
+        ahead.work = Work(name="joining parts", sizes=sizes)
+        with jax.set_mesh(session.mesh):
+            rollout = session.join_rollouts([rollout] * N)
     if settings.extra_rollouts > 0:
         ahead.work = Work(name="replacing groups", sizes=sizes)
         source_P = to_mesh(np.zeros(len(examples), np.int32), PROMPT_AXES, session.mesh)

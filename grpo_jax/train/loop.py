@@ -19,7 +19,7 @@ from grpo_jax.train.overlap import SampleSource
 from grpo_jax.train.policy import CHECKPOINT_FOLDER
 from grpo_jax.train.progress import Progress, begin, measure, resume, save
 from grpo_jax.train.report import CompileCounter, StageClock, StepReport
-from grpo_jax.train.run_folder import Interruption, open_run_folder
+from grpo_jax.train.run_folder import Interruption, check_run_folder, open_run_folder
 from grpo_jax.train.sample import replace_groups
 from grpo_jax.train.session import Session, build_policy
 
@@ -65,10 +65,12 @@ def train(
     ):
         # ------------------------------------------------------------------------------------ set up
         console.stage(f"{config.experiment}: set up")
-        moved = open_run_folder(workdir, config, fresh=fresh, experiment_file=experiment_file)
+        moved = check_run_folder(workdir, config, fresh=fresh)
+        session = Session(build_policy(config, task))
+        # Only now: a command that is refused leaves the folder as it was.
+        open_run_folder(workdir, config, moved=moved, experiment_file=experiment_file)
         if moved is not None:
             console.message(f"the earlier run is now {moved}")
-        session = Session(build_policy(config, task))
         announce(session, workdir, console)
         checkpoints = Checkpointer(
             workdir / CHECKPOINT_FOLDER, keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best

@@ -20,17 +20,16 @@ from grpo_jax.train.policy import CHECKPOINT_FOLDER, CONFIG_FILE
 EXPERIMENT_FILE = "experiment.py"
 
 
-def open_run_folder(workdir: Path, config: Config, *, fresh: bool, experiment_file: Path | None) -> Path | None:
-    """Make the folder of a run, or check that the one there is of this very run.
+def check_run_folder(workdir: Path, config: Config, *, fresh: bool) -> Path | None:
+    """Check, and change nothing, that a run can begin in a folder or go on there.
 
     Args:
         workdir: the folder.
-        config: the run's configuration; written to ``config.json``.
-        fresh: an earlier run there is moved beside, to ``WORKDIR.old-TIME``.
-        experiment_file: copied into the folder, so that a task of its own can be rebuilt.
+        config: the run's configuration.
+        fresh: an earlier run there is to be moved beside, to ``WORKDIR.old-TIME``.
 
     Returns:
-        Where the earlier run was moved, or None.
+        Where the earlier run is to be moved, or None.
 
     Raises:
         ValueError: the folder holds a run of another configuration, or is no folder of a run.
@@ -40,26 +39,39 @@ def open_run_folder(workdir: Path, config: Config, *, fresh: bool, experiment_fi
     if workdir.exists() and not workdir.is_dir():
         raise ValueError(f"--workdir {workdir} is a file: name a folder")
     if workdir.is_dir() and any(workdir.iterdir()):
-        if fresh:
-            moved = workdir.with_name(f"{workdir.name}.old-{time.strftime('%Y%m%d-%H%M%S')}")
-        elif not file.is_file():
+        if not file.is_file():
             raise ValueError(
                 f"--workdir {workdir} is not empty and holds no run ({CONFIG_FILE} is missing): "
                 "name another folder"
             )
+        if fresh:
+            if Path.cwd().is_relative_to(workdir.resolve()):
+                raise ValueError(f"--fresh cannot move --workdir {workdir}, where it runs: run it from elsewhere")
+            moved = workdir.with_name(f"{workdir.name}.old-{time.strftime('%Y%m%d-%H%M%S')}")
         elif (workdir / CHECKPOINT_FOLDER).is_dir():  # else the run failed before it had anything to lose
             _check_same_run(file, config, workdir)
+    return moved
+
+
+def open_run_folder(workdir: Path, config: Config, *, moved: Path | None, experiment_file: Path | None) -> None:
+    """Make the folder of a run, or renew its configuration.
+
+    Args:
+        workdir: the folder, which :func:`check_run_folder` found in order.
+        config: the run's configuration; written to ``config.json``.
+        moved: where to move an earlier run, if anywhere.
+        experiment_file: copied into the folder, so that a task of its own can be rebuilt.
+    """
     experiment = None if experiment_file is None else experiment_file.read_text()
     _barrier("checked")
     if jax.process_index() == 0:
         if moved is not None:
             workdir.rename(moved)
         workdir.mkdir(parents=True, exist_ok=True)
-        write_beside(file, json.dumps(config_to_dict(config), indent=1) + "\n")
+        write_beside(workdir / CONFIG_FILE, json.dumps(config_to_dict(config), indent=1) + "\n")
         if experiment is not None:
             write_beside(workdir / EXPERIMENT_FILE, experiment)
     _barrier("opened")
-    return moved
 
 
 def _check_same_run(file: Path, config: Config, workdir: Path) -> None:

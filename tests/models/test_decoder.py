@@ -374,7 +374,7 @@ def test_shape_of_a_new_model() -> None:
         ({"head_width": 5}, "head_width must be even .* got 5"),
         ({"compute_dtype": "float16"}, "compute_dtype must be one of float32, bfloat16, got 'float16'"),
         ({"remat": "some"}, "remat must be one of none, dots, full, got 'some'"),
-        ({"remat": "full", "remat_every": 3}, r"remat_every \(3\) must divide num_layers \(2\)"),
+        ({"remat": "full", "remat_every": 3}, r"model.remat_every \(3\) must divide the number of layers \(2\)"),
         ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
     ],
 )

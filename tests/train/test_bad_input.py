@@ -65,7 +65,10 @@ def assert_refused(status: int, error: str, *expected: str) -> None:
         ("--mesh.data 3", ["mesh (data=3, fsdp=1, group=1, tensor=1) does not fit 8 devices"]),
         ("--mesh.tensor 8", ["parameter", "cannot be split", "choose a smaller mesh.tensor or mesh.fsdp"]),
         ("--rollout.max-prompt-length 6", ["64 of 64 train prompts", "(6)", "has 7 tokens", "long_prompts=drop"]),
-        ("--rollout.num-prompts 128", ["num_prompts must be between 1 and the number of examples (64), got 128"]),
+        (
+            "--rollout.num-prompts 128",
+            ["num_prompts must be between 1 and the", "problems (64), got 128"],
+        ),
         ("--task.num-train 65", ["task.num_train must be between 1 and the 64", "got 65"]),
         ("--model.attention splash", ["model.attention='splash' needs a TPU, got the backend 'cpu'"]),
         ("--task.name srot", ["task.name must be one of", "'srot'", "did you mean 'sort'?"]),

@@ -92,6 +92,16 @@ def test_stages_are_those_that_the_configuration_asks_for(plain: DryRun, rich: D
     assert all(stage.program.seconds > 0 for stage in rich.stages)
 
 
+def test_a_batch_sampled_in_parts_is_compiled_for_a_part(experiment: Experiment) -> None:
+    config = change(experiment.config, rollout={"num_prompts": 16, "overlap": True, "overlap_parts": 2})
+    run = dry_run(config, task=experiment.make_task(config))
+    assert calls(run)[:2] == [["rollout, each of 2 parts"], ["joining parts"]]
+    rollout, joining = (run.stages[i] for i in range(2))
+    assert rollout.works[0].sizes.prompts == 8 and rollout.works[0].slots == (8, 4)
+    assert rollout.program.compiled.out_info.completion_PGT.shape == (8, 4, 8)
+    assert joining.program.compiled.out_info.completion_PGT.shape == (16, 4, 8)
+
+
 def test_shapes_are_those_of_a_real_step(experiment: Experiment, rich_config: Config, rich: DryRun) -> None:
     outputs: list[Any] = []
 

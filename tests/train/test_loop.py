@@ -210,7 +210,30 @@ def test_another_config_is_refused_or_starts_over_beside(finished: FinishedRun, 
 def test_a_workdir_whose_set_up_failed_can_be_used_again(finished: FinishedRun, tmp_path: Path) -> None:
     train = ("train", finished.experiment, "--workdir", tmp_path / "run", "--train.steps", "1")
     assert command(*train, "--rollout.num-prompts", "12").status == 2
+    assert not (tmp_path / "run").exists()
     assert command(*train).status == 0
+
+
+def test_a_refused_command_leaves_the_folder_as_it_was(
+    finished: FinishedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = finished.copy(tmp_path / "run")
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    train = ("train", finished.experiment, "--workdir", run)
+    assert command(*train, "--eval.batch-size", "12").status == 2
+    assert command(*train, "--fresh", "--rollout.num-prompts", "12").status == 2
+    monkeypatch.chdir(run)
+    ended = command(*train, "--fresh")
+    assert ended.status == 2 and "run it from elsewhere" in ended.err
+    assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
+    assert list(tmp_path.iterdir()) == [run]
+
+
+def test_a_folder_without_a_run_is_never_set_aside(finished: FinishedRun, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    ended = command("train", finished.experiment, "--workdir", tmp_path, "--fresh")
+    assert ended.status == 2 and "is not empty and holds no run" in ended.err
+    assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
 
 
 # Other commands on a run
