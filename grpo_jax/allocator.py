@@ -19,11 +19,11 @@ _MADV_HUGEPAGE = 14
 
 
 def keep_freed_memory() -> None:
-    """On CPUs under glibc: stop the allocator from giving a step's temporaries back to the system.
+    """Under glibc, for the whole process: one heap for all threads, and on CPUs none of it is given back.
 
-    Otherwise each step begins with fresh pages, all of which the kernel has to map and clear. What the process may
-    come to hold lies in large pages where the kernel has them: a step walks through far more memory than the
-    processor's table of small ones covers.
+    Otherwise each step on a CPU begins with fresh pages, all of which the kernel has to map and clear. What the
+    process may come to hold lies in large pages where the kernel has them: a step walks through far more memory
+    than the processor's table of small ones covers.
     """
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         return

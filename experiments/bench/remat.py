@@ -2,9 +2,10 @@
 
     python -m experiments.bench.remat [--model tiny] [--prompt 66] [--json remat.json]
 
-``none`` keeps every activation, ``dots`` the outputs of matrix products, ``full`` the input of each layer. Memory
-is the compiled program's temporaries; ``--repeats 0`` compiles only. ``tiny`` with prompts of 66 tokens, 2 CPU
-cores, Python 3.12, JAX 0.12.0.1, float32, seed 0, 2026-12-05:
+``none`` keeps every activation, ``dots`` the outputs of matrix products and of attention, ``full`` the input of
+each layer or block of layers. Up to four layers, ``none`` alone has no loop over them. Memory is the compiled
+program's temporaries; ``--repeats 0`` compiles only. ``tiny`` with prompts of 66 tokens, 2 CPU cores, Python 3.12,
+JAX 0.12.0.1, float32, seed 0, 2026-12-05:
 
     =============  ===========  ======
     policy         temporaries  update

@@ -8,9 +8,9 @@ small sizes leave the machine idle. T is attended to, so its needed arithmetic g
 the exponent of the needed arithmetic is printed beside. The chunk (train.logps_chunk) changes memory, and should
 change no time: an exponent near 0.
 
-``tiny``'s shape, 2 CPU cores, Python 3.12, JAX 0.12.0.1, float32, 2026-12-04, rollout and update: prompts 2 to 32
-0.83 and 0.93, group 8 to 128 0.69 and 0.85, completion 32 to 512 1.02 and 0.95 (needed arithmetic 1.02), chunk 256
-to 4096 0.00 and 0.02.
+``tiny``'s shape, 2 CPU cores, Python 3.12, JAX 0.12.0.1, float32, 2026-12-07, rollout and update: prompts 2 to 32
+0.70 and 0.93, group 8 to 128 0.71 and 0.95, completion 32 to 512 1.20 and 1.12 (needed arithmetic 1.02; measured
+twice more at once: 1.11 and 1.03, 1.08 and 0.99), chunk 256 to 4096 -0.03 and -0.03.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy of tokens, without ever holding all logits.
+"""Log-probabilities and entropy of tokens, holding the logits of a bounded number of them.
 
 Shapes: N tokens, C chunks of tokens, D model width, V vocabulary, cut into K blocks of B ids. The sampler and the
 trainer share :func:`scaled_logits`, so that temperature and vocabulary are treated alike on both sides.

@@ -127,6 +127,11 @@ class Config:
             idle.append(f"model.remat_every={self.model.remat_every} has no effect: model.remat is 'none'")
         if self.train.skip_zero_advantages and not self.train.packing:
             idle.append("train.skip_zero_advantages=True saves nothing: train.packing is False")
+        elif self.train.skip_zero_advantages and self.train.group_micro_batches > 1:
+            idle.append(
+                "train.skip_zero_advantages=True saves nothing: train.group_micro_batches is "
+                f"{self.train.group_micro_batches}, and parts of groups are not packed"
+            )
         unpunished = (objective.overlong_length or length) - objective.overlong_cache
         if objective.overlong_cache > 0 and unpunished >= length:
             idle.append(

@@ -135,14 +135,9 @@ class RolloutConfig:
         self._check_overlap()
         if self.num_slots is not None:
             slots, group = self.num_slots, self.group_size
-            fits = 1 <= slots <= self.num_prompts * group and (
-                slots % group == 0 if slots >= group else group % slots == 0
-            )
-            if not fits:
-                raise ValueError(
-                    f"rollout.num_slots ({slots}) must be a multiple or a divisor of rollout.group_size "
-                    f"({group}) and at most num_prompts * group_size ({self.num_prompts * group})"
-                )
+            most = self.num_prompts * group
+            why = f"at least 1 and at most num_prompts * group_size ({most})"
+            require(1 <= slots <= most, "rollout.num_slots", slots, why)
             part = self.num_prompts // self.num_parts * group
             if slots > part:
                 raise ValueError(

@@ -121,7 +121,7 @@ def _attend(q_PKGTQH: Array, own: KV, document_PGT: Array | None, context: tuple
 
 
 def _num_blocks(num_pairs: int, scores: int) -> int:
-    """The smallest divisor of ``num_pairs`` that leaves at most ``_BLOCK_SCORES`` a block."""
+    """The smallest divisor of ``num_pairs`` that leaves at most ``_BLOCK_SCORES`` a block, else ``num_pairs``."""
     fits = (n for n in range(1, num_pairs) if num_pairs % n == 0 and num_pairs // n * scores <= _BLOCK_SCORES)
     return next(fits, num_pairs)
 
@@ -172,14 +172,17 @@ class _Segment(NamedTuple):
 def _segments(
     own: KV, document_BGT: Array | None, context: tuple[Context, ...], rows: slice, num_queries: int
 ) -> list[_Segment]:
-    """What the queries ``rows`` of N see; own keys after the last of them are left out."""
+    """What the queries ``rows`` of N see; own keys after the last of them are left out.
+
+    Without documents one mask of own keys does for all, with B and G of 1.
+    """
     Q = num_queries
     end = rows.stop // Q
-    mask_11NT = (jnp.arange(rows.start, rows.stop)[:, None] // Q >= jnp.arange(end)[None])[None, None]
+    mask_BGNT = (jnp.arange(rows.start, rows.stop)[:, None] // Q >= jnp.arange(end)[None])[None, None]
     if document_BGT is not None:
-        row_BGN = jnp.repeat(document_BGT[..., rows.start // Q : end], Q, axis=-1)
-        mask_11NT = mask_11NT & (row_BGN[..., None] == document_BGT[:, :, None, :end])
-    segments = [_Segment(KV(own.k[:, :, :end], own.v[:, :, :end]), mask_11NT)]
+        document_BGN = jnp.repeat(document_BGT[..., rows.start // Q : end], Q, axis=-1)
+        mask_BGNT = mask_BGNT & (document_BGN[..., None] == document_BGT[:, :, None, :end])
+    segments = [_Segment(KV(own.k[:, :, :end], own.v[:, :, :end]), mask_BGNT)]
     for kv, mask in context:
         if mask.ndim == 2:
             kv, mask = KV(kv.k[:, None], kv.v[:, None]), mask[:, None]

@@ -27,8 +27,8 @@ from grpo_jax.models.kv import KV, Context
 from grpo_jax.models.products import project, swiglu
 from grpo_jax.types import Array, Cache, Params, Prefix
 
-# So few layers are compiled one by one: a loop has to write what the backward pass needs into a stack, and to cut
-# it out again. More of them would take longer to compile, and more memory.
+# Without rematerialization so few layers are compiled one by one: a loop has to write what the backward pass needs
+# into a stack, and to cut it out again. More of them would take longer to compile, and more memory.
 _UNROLLED_LAYERS = 4
 
 

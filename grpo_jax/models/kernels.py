@@ -65,7 +65,8 @@ def check_attention(config: DecoderConfig, max_completion_length: int) -> None:
     """
     K, dtype = config.num_kv_heads, config.compute_dtype
     of: Any = jax.ShapeDtypeStruct
-    q_PKGTQH = of((1, K, 1, max_completion_length, config.num_heads // K, config.head_width), dtype)
+    # All tokens but a completion's last pass through the model.
+    q_PKGTQH = of((1, K, 1, max_completion_length - 1, config.num_heads // K, config.head_width), dtype)
     k_PKSH = of((1, K, 1, config.head_width), dtype)
     accelerated(config.attention, q_PKGTQH, (Context(KV(k_PKSH, k_PKSH), of((1, 1), bool)),))
 

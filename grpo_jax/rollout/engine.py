@@ -52,6 +52,13 @@ def generate(
         config: sizes, sampling and ids.
         prompt_number_P: each prompt's number in the batch that these are a part of, whole on every device; None:
             these are all of it.
+
+    Returns:
+        The completions in the order of the prompts, padded with ``config.pad_id``, with the log-probabilities that
+        their tokens were drawn with.
+
+    Raises:
+        ValueError: ``config.num_slots`` makes no equal rows on the shards.
     """
     prefixes = model.prefill(params, prompt_PS, prompt_mask_PS)
     params, prefixes = model.unstack(params, prefixes)
@@ -144,9 +151,9 @@ def _decode(
     T = config.max_completion_length
     column = (state.step - 1) % T
     # Of each column; those never written to are older than any completion.
-    age_T = (column - 1 - jnp.arange(capacity)) % T
+    age_of_column = (column - 1 - jnp.arange(capacity)) % T
     held_RC = jnp.maximum(state.length_RC - 1, 0)
-    cache = Cache(kv=state.cache_kv, mask_RCT=age_T[None, None] < held_RC[..., None], length_RC=held_RC)
+    cache = Cache(kv=state.cache_kv, mask_RCT=age_of_column[None, None] < held_RC[..., None], length_RC=held_RC)
     hidden_RC1D, new_kv = model.extend(params, state.token_RC[..., None], state.prefix, cache)
     # All layers have read the cache before it is written to: XLA then writes in place, where it copied all of it.
     hidden_RC1D, new_kv = jax.lax.optimization_barrier((hidden_RC1D, new_kv))

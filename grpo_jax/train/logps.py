@@ -29,6 +29,17 @@ def completion_logps(
 ) -> tuple[Array, Array]:
     """Log-probability and entropy of each completion token, the prompt run once for its group.
 
+    Args:
+        model: the policy's functions.
+        params: its parameters.
+        prompt_PS: left-padded prompts.
+        prompt_mask_PS: True on real prompt tokens.
+        completion_PGT: right-padded ids; padding gets values too, for the caller to mask.
+        temperature: that the tokens were sampled at, above 0.
+        vocab_size: ids that the tokenizer knows.
+        chunk_size: tokens whose logits are held at a time.
+        packing: where tokens lie in fewer rows; None: one row a completion.
+
     Returns:
         ``(logps_PGT, entropy_PGT)``, at the sampling temperature; where packed, 0 after each completion's length.
     """

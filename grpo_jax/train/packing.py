@@ -63,7 +63,10 @@ class Packing:
 
 
 def pack(mask_PGT: Array, num_rows: int) -> Packing:
-    """Lay the completions, each up to the last token that counts, into rows that are enough for them."""
+    """Lay the completions, each up to the last token that counts, into rows.
+
+    ``num_rows`` must be at least :func:`rows_needed`: it is not checked, and what does not fit has wrong values.
+    """
     length_PG = _lengths(mask_PGT)
     W = mask_PGT.shape[2] - 1
     row_PG, start_PG, _ = _first_fit(length_PG, W)

@@ -81,6 +81,8 @@ class Policy:
 def build_policy(config: Config, task: Task | None = None, *, jit: Callable[..., Any] = jax.jit) -> Policy:
     """Load or initialise the model of a config, with all that sampling from it takes.
 
+    The process's allocator keeps what is freed from here on: see :func:`grpo_jax.allocator.keep_freed_memory`.
+
     Args:
         config: the run's configuration.
         task: replaces the task that the configuration names.
@@ -95,7 +97,6 @@ def build_policy(config: Config, task: Task | None = None, *, jit: Callable[...,
     check_batch_fits(config, mesh)
     task = make_task(config) if task is None else limited(task, config.task)
     model, params, tokenizer = load_model(config.model, task.tokenizer, seed=config.seed)
-    check_attention(model.config, config.rollout.max_completion_length)
     task, dropped = _with_fitting_prompts(task, tokenizer, config)
     sampler = Sampler(
         model,
@@ -151,10 +152,14 @@ class Session:
     Args:
         policy: model and task.
         jit: compiles functions; a dry run has one that does not run them.
+
+    Raises:
+        ValueError: the attention kernel that the config names cannot run here.
     """
 
     def __init__(self, policy: Policy, *, jit: Callable[..., Any] = jax.jit) -> None:
         config = policy.config
+        check_attention(policy.model.config, config.rollout.max_completion_length)
         self.policy = policy
         self.config = config
         self.mesh = policy.mesh

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import itertools
+import json
 import re
 import shutil
 from pathlib import Path
@@ -48,7 +49,7 @@ def assert_refused(status: int, error: str, *expected: str) -> None:
             ["train.prompt_micro_batches (3) must divide rollout.num_prompts (8)", "nearest that do: 2 and 4"],
         ),
         ("--train.group-micro-batches 3", ["train.group_micro_batches (3) must divide rollout.group_size (4)"]),
-        ("--rollout.num-slots 6", ["rollout.num_slots (6) must be a multiple or a divisor", "group_size (4)"]),
+        ("--rollout.num-slots 6", ["rollout.num_slots (6) must make equal rows on each", "at most 4 slots"]),
         (
             "--rollout.num-slots 4",
             ["rollout.num_slots (4)", "mesh.data * mesh.fsdp (8)", "example 32"],
@@ -87,6 +88,15 @@ def test_configs_that_cannot_run(
     ended = command("train", finished.experiment, "--workdir", run, *arguments.split())
     assert_refused(ended.status, ended.err, *expected)
     assert not (run / "checkpoints").exists() and not (run / "metrics.jsonl").exists()
+
+
+def test_a_run_with_another_devices_kernel_can_still_be_evaluated(finished: FinishedRun, tmp_path: Path) -> None:
+    run = finished.copy(tmp_path / "run")
+    config = json.loads((run / "config.json").read_text())
+    config["model"] |= {"attention": "splash"}
+    (run / "config.json").write_text(json.dumps(config))
+    ended = command("eval", run, "--num-problems", "8", "--samples", "1")
+    assert ended.status == 0, ended.err
 
 
 def test_misspelt_field_in_the_experiment(tmp_path: Path) -> None:
